@@ -1,0 +1,1 @@
+"""From scores to losses: advantages, losses, KL terms, token rewards and masks."""

@@ -1,0 +1,183 @@
+"""Losses over flat response tokens [T], and the weights that turn them into one global sum.
+
+A loss is sum(weights * per-token loss) and nothing else divides it. The weights carry the
+denominator of the whole optimizer step (all ranks, all micro-batches), so the losses and gradients
+of any split of the batch add up to those of the whole. A token of weight 0 is masked: what lies at
+its place is never read, NaN and inf included.
+
+Counts beside each loss are sums too: add them over micro-batches and ranks, then divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from mrl.algorithms.masks import masked, tokens_per_row
+from mrl.algorithms.reductions import Mean, Metric, Sum
+from mrl.types import Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The clipped policy loss of some tokens; all scalars, all but `loss` detached."""
+
+    loss: Tensor  # differentiable
+    num_tokens: Tensor  # live tokens
+    clipped: Tensor  # tokens whose loss the upper or lower ratio bound replaced
+    clipped_lower: Tensor  # tokens whose loss the dual clip replaced
+    kl: Tensor  # sum of old log-prob less log-prob
+
+    def metrics(self) -> dict[str, Metric]:
+        """Give verl's metrics of these tokens; waits for the device."""
+        count = float(self.num_tokens)
+        return {
+            "actor/pg_loss": Sum(float(self.loss.detach())),
+            "actor/pg_clipfrac": Mean(float(self.clipped), count),
+            "actor/pg_clipfrac_lower": Mean(float(self.clipped_lower), count),
+            "actor/ppo_kl": Mean(float(self.kl), count),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """The clipped value loss of some tokens; all scalars, all but `loss` detached."""
+
+    loss: Tensor  # differentiable
+    num_tokens: Tensor  # live tokens
+    clipped: Tensor  # tokens whose loss is that of the clipped value
+    predicted: Tensor  # sum of the predicted values
+
+    def metrics(self) -> dict[str, Metric]:
+        """Give verl's metrics of these tokens; waits for the device."""
+        count = float(self.num_tokens)
+        return {
+            "critic/vf_loss": Sum(float(self.loss.detach())),
+            "critic/vf_clipfrac": Mean(float(self.clipped), count),
+            "critic/vpred_mean": Mean(float(self.predicted), count),
+        }
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+) -> PolicyLoss:
+    """Compute the clipped surrogate loss (Schulman et al. 2017, equation 7), dual-clipped.
+
+    Where the advantage is negative, the loss is at most -clip_c * advantage (Ye et al. 2020,
+    equation 5). As in verl, the log-ratio is limited to +-20.
+
+    Args:
+        log_probs: [T], of the policy that is trained.
+        old_log_probs, advantages, weights: [T].
+        clip_low, clip_high: the ratio stays within 1 - clip_low and 1 + clip_high.
+        clip_c: above 1.
+    """
+    live = weights != 0
+    advantages = masked(advantages, live)
+    log_ratio = masked(log_probs, live) - masked(old_log_probs, live)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    pessimistic = torch.maximum(plain, bounded)
+    ceiling = -advantages * clip_c
+    negative = advantages < 0
+    per_token = torch.where(negative, torch.minimum(ceiling, pessimistic), pessimistic)
+    return PolicyLoss(
+        loss=(weights * per_token).sum(),
+        num_tokens=live.sum(),
+        clipped=(bounded > plain).sum(),
+        clipped_lower=((pessimistic > ceiling) & negative).sum(),
+        kl=-log_ratio.detach().sum(),
+    )
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, cliprange: float
+) -> ValueLoss:
+    """Compute half the squared error, no lower than that of the value kept near the old one.
+
+    All arguments are [T]; the value is kept within old_values +- cliprange.
+    """
+    live = weights != 0
+    values, old_values, returns = (masked(x, live) for x in (values, old_values, returns))
+    kept = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
+    plain = (values - returns).square()
+    clipped = (kept - returns).square()
+    return ValueLoss(
+        loss=0.5 * (weights * torch.maximum(plain, clipped)).sum(),
+        num_tokens=live.sum(),
+        clipped=(clipped > plain).sum(),
+        predicted=values.detach().sum(),
+    )
+
+
+def entropy_loss(entropy: Tensor, weights: Tensor) -> Tensor:
+    """Aggregate token entropies [T] into a scalar; a bonus subtracts it from the loss."""
+    return (weights * masked(entropy, weights != 0)).sum()
+
+
+def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, kind: str) -> Tensor:
+    """Aggregate the KL estimates of tokens [T] into a scalar; see `KL_ESTIMATORS`."""
+    return (weights * kl_estimate(log_probs, ref_log_probs, weights != 0, kind)).sum()
+
+
+# Unmasked tokens of each row [N], then tokens and sequences of the step -> weight of a row's token.
+Aggregation = Callable[[Tensor, int, int], Tensor]
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": lambda tokens, num_tokens, num_sequences: torch.full_like(
+        tokens, 1 / max(num_tokens, 1)
+    ),
+    "seq-mean-token-sum": lambda tokens, num_tokens, num_sequences: torch.full_like(
+        tokens, 1 / max(num_sequences, 1)
+    ),
+    "seq-mean-token-mean": lambda tokens, num_tokens, num_sequences: (
+        1 / (tokens.clamp(min=1) * max(num_sequences, 1))
+    ),
+}
+
+
+def loss_counts(mask: Ragged) -> tuple[int, int]:
+    """Count unmasked tokens, and the sequences that have any."""
+    tokens = tokens_per_row(mask)
+    return int(tokens.sum()), int((tokens > 0).sum())
+
+
+def token_weights(mask: Ragged, mode: str, num_tokens: int, num_sequences: int) -> Ragged:
+    """Give each token its weight in the loss of the whole optimizer step.
+
+    A row without unmasked tokens counts neither as tokens nor as a sequence; when every row of
+    the step is such a row, all weights are 0 and the loss is exactly 0.
+
+    Args:
+        mask: bool, rows of this rank or micro-batch.
+        mode: a name in `AGGREGATIONS`, from loss_agg_mode.
+        num_tokens, num_sequences: `loss_counts` summed over the whole optimizer step.
+
+    Returns:
+        float32, 0 where masked.
+
+    Raises:
+        ValueError: the mode is unknown, or the global counts are below those of `mask`.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss_agg_mode is {mode!r}, expected one of {sorted(AGGREGATIONS)}")
+    own_tokens, own_sequences = loss_counts(mask)
+    if own_tokens > num_tokens or own_sequences > num_sequences:
+        raise ValueError(
+            f"the step has {num_tokens} tokens and {num_sequences} sequences, but these rows "
+            f"alone have {own_tokens} and {own_sequences}; pass the sums over the whole step"
+        )
+    per_row = AGGREGATIONS[mode](tokens_per_row(mask).double(), num_tokens, num_sequences)
+    return mask.with_values(masked(per_row[mask.row_index()], mask.values).float())

@@ -1,0 +1,1 @@
+"""Cutting samples into micro-batches and spreading them over ranks; pure Python."""

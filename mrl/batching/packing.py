@@ -1,0 +1,107 @@
+"""Micro-batches by count or by token budget."""
+
+from __future__ import annotations
+
+import heapq
+import warnings
+from collections.abc import Sequence
+
+from mrl.types import Batching
+
+
+def fixed(lengths: Sequence[int], micro_size: int) -> list[list[int]]:
+    """Cut rows, in order, into micro-batches of `micro_size` samples; the last may be shorter.
+
+    Raises:
+        ValueError: micro_size is below 1.
+    """
+    if micro_size < 1:
+        raise ValueError(f"micro-batch size is {micro_size}, expected at least 1")
+    return [
+        list(range(start, min(start + micro_size, len(lengths))))
+        for start in range(0, len(lengths), micro_size)
+    ]
+
+
+def by_tokens(
+    lengths: Sequence[int], max_tokens: int, min_count: int = 1, multiple_of: int = 1
+) -> list[list[int]]:
+    """Pack rows into few micro-batches of at most `max_tokens` tokens each.
+
+    Ranks of a data-parallel group must run the same number of micro-batches: call this, take the
+    largest count over the ranks, and call it again with that as `min_count`. A micro-batch that
+    is left empty is to be run with zero weight.
+
+    A row longer than the budget runs alone, and one warning says so.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: the budget.
+        min_count: give at least so many micro-batches, empty ones where rows run out.
+        multiple_of: make their number divide by this, as interleaved pipelines need.
+
+    Returns:
+        Micro-batches of row indices, ascending in each; every row once.
+
+    Raises:
+        ValueError: an argument is below 1, or a length is negative.
+    """
+    named = {"max_tokens": max_tokens, "min_count": min_count, "multiple_of": multiple_of}
+    for name, value in named.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, expected at least 1")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"row lengths must not be negative, found {min(lengths)}")
+    _warn_over_long(lengths, max_tokens)
+    packed = _first_fit_decreasing(lengths, max_tokens)
+    count = max(len(packed), min_count)
+    count += -count % multiple_of
+    # Even micro-batches keep pipelines and memory level; but only the packing keeps the cap.
+    even = _longest_to_lightest(lengths, count)
+    if all(len(batch) < 2 or sum(lengths[i] for i in batch) <= max_tokens for batch in even):
+        return even
+    return packed + [[] for _ in range(count - len(packed))]
+
+
+def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each row, longest first, into the first micro-batch that has room."""
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = (b for b, free in enumerate(room) if lengths[index] <= free)
+        batch = next(fitting, len(batches))
+        if batch == len(batches):
+            batches.append([])
+            room.append(max_tokens)
+        batches[batch].append(index)
+        room[batch] -= lengths[index]
+    return [sorted(batch) for batch in batches]
+
+
+def _longest_to_lightest(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Put each row, longest first, into the micro-batch with the fewest tokens (and rows)."""
+    batches: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, b) for b in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, rows, batch = heap[0]
+        batches[batch].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], rows + 1, batch))
+    return [sorted(batch) for batch in batches]
+
+
+def _warn_over_long(lengths: Sequence[int], max_tokens: int) -> None:
+    over = [length for length in lengths if length > max_tokens]
+    if over:
+        warnings.warn(
+            f"{len(over)} rows exceed the budget of {max_tokens} tokens a micro-batch (longest: "
+            f"{max(over)}) and run alone; raise the *_max_token_len_per_gpu key to at least that",
+            stacklevel=3,
+        )
+
+
+def cut(lengths: Sequence[int], batching: Batching) -> list[list[int]]:
+    """Cut a rank's rows into micro-batches of row indices; at least one, which may be empty."""
+    if batching.micro_batch_size is not None:
+        return fixed(lengths, batching.micro_batch_size) or [[]]
+    assert batching.max_tokens is not None
+    return by_tokens(lengths, batching.max_tokens)

@@ -1,0 +1,122 @@
+"""The `mrl` command. Heavy libraries load only for the commands that need them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mrl.config import Config
+
+_USER_ERRORS = (ValueError, FileNotFoundError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; wrong input ends with one message and status 2, a failed rank with 1."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except _USER_ERRORS as error:
+        print(f"mrl {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"mrl {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        # Process edge: the text names the rank, the call and the remote traceback.
+        print(f"mrl {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mrl", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    for name, run, text in (
+        ("train", _train, "train a policy with GRPO, RLOO or PPO"),
+        ("sft", _sft, "train on prompt/response rows: a warm start"),
+        ("plan", _plan, "check a config and print what would run, without torch"),
+    ):
+        command = add(name, run, text)
+        command.add_argument("config", help="a YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value")
+        if name == "plan":
+            command.add_argument("--json", action="store_true", help="print JSON")
+    quickstart = add("quickstart", _quickstart, "the whole way on a laptop: make, warm up, train")
+    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="of the last stage")
+    quickstart.add_argument("--config", default="configs/grpo/quickstart.yaml")
+    quickstart.add_argument("--seed", type=int, default=1, help="of weights, tasks and sampling")
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from mrl.config import build_plan, load_config, print_plan
+
+    config = load_config(arguments.config, arguments.overrides)
+    plan = build_plan(config)
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print_plan(plan, config)
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    """Load a config whose files are there and which can be trained."""
+    from mrl.config import check_files, check_trainable, load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_files(config)
+    check_trainable(config)
+    return config
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    path = config.model.tokenizer_path or config.model.path
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = _load(arguments)
+    _show_plan(config)
+    from mrl.trainer import RayPPOTrainer
+
+    RayPPOTrainer(config, _tokenizer(config)).fit()
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    config = _load(arguments)
+    from mrl.sft import SFTTrainer
+
+    SFTTrainer(config, _tokenizer(config)).fit()
+
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    from mrl.quickstart.run import run
+
+    run(arguments.config, arguments.seed, arguments.overrides)
+
+
+def _show_plan(config: Config) -> None:
+    from mrl.config import build_plan, print_plan
+
+    if os.environ.get("RANK", "0") == "0":
+        print_plan(build_plan(config), config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Legal settings that may surprise."""
+
+from __future__ import annotations
+
+from mrl.config.roles import RoleSettings, enabled_roles, world_size
+from mrl.config.schema import Config
+
+
+def find_warnings(config: Config) -> tuple[str, ...]:
+    """Say in words what a legal config does that its author may not mean."""
+    found = [*_sampling(config)]
+    for role in enabled_roles(config):
+        found += _unused_sizes(role) + _budget(config, role)
+    return tuple(dict.fromkeys(found))  # roles that share a key say it once
+
+
+def _sampling(config: Config) -> list[str]:
+    rollout, found = config.rollout, []
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        found.append(
+            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: responses are drawn "
+            "from a truncated distribution, while the trainer's log-probs are of the full one"
+        )
+    if config.algorithm.adv_estimator == "grpo" and rollout.n == 1:
+        found.append(
+            "rollout.n=1 with grpo: a group of one has advantage 0, so nothing is learnt from it"
+        )
+    replicas = world_size(config) // rollout.tensor_model_parallel_size
+    if replicas > config.data.train_batch_size:
+        found.append(
+            f"data.train_batch_size={config.data.train_batch_size}: "
+            f"{replicas - config.data.train_batch_size} of {replicas} engine replicas get no prompt"
+        )
+    return found
+
+
+def _unused_sizes(role: RoleSettings) -> list[str]:
+    found = []
+    for dynamic, micro, value in (
+        ("dynamic", "micro", role.micro if role.trained else None),
+        ("log_prob_dynamic", "log_prob_micro", role.log_prob_micro),
+    ):
+        if value is not None and (role.dynamic if dynamic == "dynamic" else role.log_prob_dynamic):
+            found.append(f"{role.keys[micro]}={value} is not used: {role.keys[dynamic]} is true")
+    return found
+
+
+def _budget(config: Config, role: RoleSettings) -> list[str]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    found = []
+    for used, name, budget in (
+        (role.dynamic and role.trained, "max_token_len", role.max_token_len),
+        (role.log_prob_dynamic, "log_prob_max_token_len", role.log_prob_max_token_len),
+    ):
+        tokens = budget * role.megatron.context_parallel_size
+        if used and tokens < longest:
+            found.append(
+                f"{role.keys[name]}={budget}: holds {tokens} tokens, the longest sequence may "
+                f"have {longest}; such a sequence runs alone, above the budget"
+            )
+    return found

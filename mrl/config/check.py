@@ -1,0 +1,140 @@
+"""Every rule of a config, checked together before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mrl.config.check_batch import check_batch
+from mrl.config.check_model import check_model
+from mrl.config.check_values import SIZES, check_values
+from mrl.config.errors import Violation, raise_any
+from mrl.config.roles import enabled_roles
+from mrl.config.schema import Config
+
+
+def check_config(config: Config) -> tuple[Violation, ...]:
+    """Find every broken rule; reads the model's `config.json` where there is one."""
+    found = check_values(config)
+    found += _check_sampling(config)
+    found += _check_algorithm(config)
+    found += _check_trainer(config)
+    if not any(v.key in SIZES for v in found):  # the arithmetic divides by these
+        found += [*check_model(config), *check_batch(config)]
+    return tuple(_once(found))
+
+
+def check_trainable(config: Config) -> None:
+    """Refuse layouts that can be planned but not trained yet; raises `ConfigError`."""
+    found = []
+    for role in enabled_roles(config):
+        m, section = role.megatron, role.keys["megatron"]
+        for name, size in (
+            ("virtual_pipeline_model_parallel_size", m.virtual_pipeline_model_parallel_size),
+            ("context_parallel_size", m.context_parallel_size),
+            ("expert_model_parallel_size", m.expert_model_parallel_size),
+        ):
+            if size is not None and size > 1:
+                rule = "can be planned but not trained yet"
+                found.append(Violation(f"{section}.{name}", size, rule, "1"))
+    raise_any(_once(found))
+
+
+def check_files(config: Config) -> None:
+    """Check that the model, data and reward files of a run exist; raises `ConfigError`."""
+    found = [*_check_model_folder("model.path", config.model.path)]
+    if config.critic.path is not None and any(r.name == "critic" for r in enabled_roles(config)):
+        found += _check_model_folder("critic.path", config.critic.path)
+    tokenizer = config.model.tokenizer_path
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        found.append(Violation("model.tokenizer_path", tokenizer, "no such folder"))
+    if not config.data.train_files and not config.trainer.val_only:
+        found.append(Violation("data.train_files", [], "names no file to train on"))
+    if not config.data.val_files and config.trainer.val_only:
+        found.append(Violation("data.val_files", [], "names no file, but trainer.val_only=true"))
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.val_files", config.data.val_files),
+    ):
+        found += [Violation(key, f, "no such file") for f in files if not Path(f).is_file()]
+    reward = config.reward.custom_reward_function.path
+    if reward is not None and not Path(reward).is_file():
+        found.append(Violation("reward.custom_reward_function.path", reward, "no such file"))
+    resume = config.trainer.resume_from_path
+    if config.trainer.resume_mode == "resume_path" and resume and not Path(resume).is_dir():
+        found.append(Violation("trainer.resume_from_path", resume, "no such folder"))
+    raise_any(found)
+
+
+def _check_model_folder(key: str, path: str) -> Iterator[Violation]:
+    folder = Path(path)
+    if path in ("", "???"):
+        yield Violation(key, path, "a model folder is needed")
+    elif not folder.is_dir():
+        yield Violation(key, path, "no such folder; expected a Hugging Face model folder")
+    else:
+        if not (folder / "config.json").is_file():
+            yield Violation(key, path, "the folder has no config.json")
+        if not any(folder.glob("*.safetensors")):
+            yield Violation(key, path, "the folder has no weights (*.safetensors)")
+
+
+def _check_sampling(config: Config) -> Iterator[Violation]:
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    for key, top_k in (("rollout.top_k", rollout.top_k), ("rollout.val_kwargs.top_k", val.top_k)):
+        if top_k < 1 and top_k != -1:
+            yield Violation(key, top_k, "must be at least 1, or -1 for all tokens", "-1")
+    if val.n > 1 and not (val.do_sample and val.temperature > 0):
+        yield Violation(
+            "rollout.val_kwargs.n",
+            val.n,
+            "greedy validation gives the same response every time; sample with "
+            "rollout.val_kwargs.do_sample=true and a temperature above 0",
+            "1",
+        )
+
+
+def _check_algorithm(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if config.actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield Violation(
+            "actor.use_kl_loss and algorithm.use_kl_in_reward",
+            True,
+            "the KL term would count twice, in the loss and in the reward",
+            "one of them false",
+        )
+    if algorithm.adv_estimator == "rloo" and config.rollout.n == 1:
+        yield Violation(
+            "rollout.n", 1, "rloo compares each response with the others of its prompt", "2"
+        )
+    if config.trainer.critic_warmup > 0 and algorithm.adv_estimator in ("grpo", "rloo"):
+        yield Violation(
+            "trainer.critic_warmup",
+            config.trainer.critic_warmup,
+            f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up",
+            "0",
+        )
+    for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+        if optim.min_lr > optim.lr:
+            yield Violation(
+                f"{role}.optim.min_lr", optim.min_lr, f"above {role}.optim.lr", f"{optim.lr:g}"
+            )
+
+
+def _check_trainer(config: Config) -> Iterator[Violation]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Violation(
+            "trainer.resume_from_path",
+            trainer.resume_from_path,
+            "is needed with trainer.resume_mode=resume_path",
+        )
+
+
+def _once(violations: Iterable[Violation]) -> list[Violation]:
+    """Keep the first of equal violations: roles that share a key share its faults."""
+    found: list[Violation] = []
+    for violation in violations:
+        if violation not in found:
+            found.append(violation)
+    return found

@@ -1,0 +1,236 @@
+"""Rules between the ranks, the parallel layouts and the model's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.config.errors import ConfigError, Violation
+from mrl.config.roles import RoleSettings, enabled_roles, world_size
+from mrl.config.schema import Config
+
+_MODEL_TYPES = ("qwen2", "llama")
+_ROLLOUT_TP = "rollout.tensor_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes in a model folder's `config.json` that layouts depend on."""
+
+    path: str
+    heads: int
+    kv_heads: int
+    layers: int
+    intermediate_size: int
+    max_position_embeddings: int
+
+    def rejects_tp(self, tp: int) -> str:
+        """Say which size a tensor-parallel size cannot cut, "" when all can be.
+
+        The vocabulary is padded, so it always can.
+        """
+        if self.heads % tp:
+            return f"does not divide the {self.heads} attention heads"
+        if self.kv_heads % tp and tp % self.kv_heads:
+            return f"neither divides nor is a multiple of the {self.kv_heads} key/value heads"
+        if self.intermediate_size % tp:
+            return f"does not divide the intermediate size {self.intermediate_size}"
+        return ""
+
+
+def read_shape(key: str, path: str) -> ModelShape | None:
+    """Read the shape of a model folder, None when it has no `config.json`.
+
+    Raises `ConfigError` when the file is not of a supported model.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        kind = found["model_type"]
+        shape = ModelShape(
+            path=path,
+            heads=int(found["num_attention_heads"]),
+            kv_heads=int(found.get("num_key_value_heads") or found["num_attention_heads"]),
+            layers=int(found["num_hidden_layers"]),
+            intermediate_size=int(found["intermediate_size"]),
+            max_position_embeddings=int(found["max_position_embeddings"]),
+        )
+    except KeyError as error:
+        kind = found.get("model_type")
+        if kind is None or kind in _MODEL_TYPES:
+            raise ConfigError([Violation(key, path, f"{file} lacks {error}")]) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError([Violation(key, path, f"{file} cannot be read: {error}")]) from error
+    if kind not in _MODEL_TYPES:
+        rule = f"{file} is of model_type {kind!r}, which is not supported"
+        raise ConfigError([Violation(key, path, rule, " or ".join(_MODEL_TYPES))])
+    return shape
+
+
+def check_model(config: Config) -> Iterator[Violation]:
+    """Check layouts against the ranks and, where the folder exists, the model's shape."""
+    shapes: dict[str, ModelShape | None] = {}
+    for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+        if path is None:
+            continue
+        try:
+            shapes[key] = read_shape(key, path)
+        except ConfigError as error:
+            yield from error.violations
+    policy = shapes.get("model.path")
+    for role in enabled_roles(config):
+        shape = shapes.get("critic.path", policy) if role.name == "critic" else policy
+        yield from _check_layout(config, role, shape)
+    yield from _check_rollout(config, policy)
+    yield from _check_lengths(config, policy)
+
+
+def _check_layout(
+    config: Config, role: RoleSettings, shape: ModelShape | None
+) -> Iterator[Violation]:
+    m, world, section = role.megatron, world_size(config), role.keys["megatron"]
+    tp, pp, cp = (
+        m.tensor_model_parallel_size,
+        m.pipeline_model_parallel_size,
+        m.context_parallel_size,
+    )
+    key = f"{section}.tensor_model_parallel_size"
+    legal = _legal_tps(world, pp * cp, shape)
+    if world % role.ranks_a_replica:
+        yield Violation(
+            key,
+            tp,
+            f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the world "
+            f"of {world}",
+            legal or "none with this pp and cp",
+        )
+    if shape is not None:
+        if reason := shape.rejects_tp(tp):
+            yield Violation(key, tp, f"{reason} of {shape.path}", legal)
+        elif shape.heads // tp % cp:
+            yield Violation(
+                f"{section}.context_parallel_size",
+                cp,
+                f"must divide the {shape.heads // tp} attention heads that tp {tp} leaves a rank",
+            )
+        yield from _check_layers(world, role, shape)
+    yield from _check_chunks(role)
+    yield from _check_experts(world, role, shape)
+
+
+def _check_layers(world: int, role: RoleSettings, shape: ModelShape) -> Iterator[Violation]:
+    m = role.megatron
+    pp, vpp = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+    if shape.layers % (pp * vpp) == 0:
+        return
+    others = role.ranks_a_replica // pp
+    legal = [
+        str(p)
+        for p in range(1, shape.layers + 1)
+        if shape.layers % (p * vpp) == 0 and world % (p * others) == 0
+    ]
+    stages = f"{pp} stages" if vpp == 1 else f"{pp} x {vpp} stages"
+    yield Violation(
+        f"{role.keys['megatron']}.pipeline_model_parallel_size",
+        pp,
+        f"the {shape.layers} layers of {shape.path} do not divide over {stages}; uneven splits "
+        "are not supported",
+        ", ".join(legal) or "none with this virtual_pipeline_model_parallel_size",
+    )
+
+
+def _check_chunks(role: RoleSettings) -> Iterator[Violation]:
+    m = role.megatron
+    vpp = m.virtual_pipeline_model_parallel_size
+    if vpp is not None and vpp > 1 and m.pipeline_model_parallel_size == 1:
+        yield Violation(
+            f"{role.keys['megatron']}.virtual_pipeline_model_parallel_size",
+            vpp,
+            "needs pipeline_model_parallel_size above 1",
+            "null",
+        )
+
+
+def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> Iterator[Violation]:
+    m = role.megatron
+    ep, key = m.expert_model_parallel_size, f"{role.keys['megatron']}.expert_model_parallel_size"
+    if ep == 1:
+        return
+    if shape is not None:
+        yield Violation(key, ep, f"{shape.path} has no experts", "1")
+        return
+    etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+    ranks = etp * ep * m.pipeline_model_parallel_size
+    if world % ranks:
+        legal = [str(e) for e in range(1, world + 1) if world % (ranks // ep * e) == 0]
+        yield Violation(
+            key,
+            ep,
+            f"expert tp {etp} x ep {ep} x pp {m.pipeline_model_parallel_size} = {ranks} ranks "
+            f"must divide the world of {world}",
+            ", ".join(legal),
+        )
+
+
+def _check_rollout(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
+    tp, world = config.rollout.tensor_model_parallel_size, world_size(config)
+    legal = _legal_tps(world, 1, shape)
+    if world % tp:
+        yield Violation(_ROLLOUT_TP, tp, f"must divide the world of {world}", legal)
+    if shape is not None and (reason := shape.rejects_tp(tp)):
+        yield Violation(_ROLLOUT_TP, tp, f"{reason} of {shape.path}", legal)
+    if config.rollout.name == "hf" and tp > 1:
+        yield Violation(_ROLLOUT_TP, tp, "rollout.name=hf generates on one rank a replica", "1")
+
+
+def _check_lengths(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
+    data, rollout = config.data, config.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    limit = rollout.max_model_len
+    sum_key = "data.max_prompt_length + data.max_response_length"
+    if limit is not None and limit < longest:
+        yield Violation(
+            "rollout.max_model_len",
+            limit,
+            f"less than {sum_key} = {data.max_prompt_length} + {data.max_response_length} = "
+            f"{longest}",
+            f"{longest} or null",
+        )
+    if shape is not None:
+        most = shape.max_position_embeddings
+        rule = f"more than max_position_embeddings = {most} of {shape.path}"
+        if longest > most:
+            yield Violation(sum_key, longest, rule, str(most))
+        elif limit is not None and limit > most:
+            yield Violation("rollout.max_model_len", limit, rule, str(most))
+    engine = longest if limit is None else limit
+    tokens = rollout.max_num_batched_tokens
+    if not rollout.enable_chunked_prefill and tokens < engine:
+        yield Violation(
+            "rollout.max_num_batched_tokens",
+            tokens,
+            f"less than the longest sequence {engine}, which rollout.enable_chunked_prefill=false "
+            "does not cut",
+            str(engine),
+        )
+    if tokens < rollout.max_num_seqs:
+        yield Violation(
+            "rollout.max_num_batched_tokens",
+            tokens,
+            f"less than rollout.max_num_seqs={rollout.max_num_seqs}: a step takes at least one "
+            "token of each sequence",
+            str(rollout.max_num_seqs),
+        )
+
+
+def _legal_tps(world: int, others: int, shape: ModelShape | None) -> str:
+    legal = [
+        str(tp)
+        for tp in range(1, world + 1)
+        if world % (tp * others) == 0 and (shape is None or not shape.rejects_tp(tp))
+    ]
+    return ", ".join(legal)

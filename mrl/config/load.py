@@ -1,0 +1,315 @@
+"""YAML files, their bases and `key=value` overrides made into one checked `Config`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mrl.config import schema
+from mrl.config.aliases import ALIASES, LEGACY, VALUE_ALIASES, rename, rename_references
+from mrl.config.check import check_config
+from mrl.config.check_values import check_values
+from mrl.config.errors import ConfigError, Violation, raise_any
+from mrl.config.typed import Key, coerce, field_keys, schema_keys
+
+_BASE = "base"
+_LEGACY_ROOT = "_legacy"  # holds the values of keys that are translated after merging
+_ABSENT = object()
+_OPEN = "???"  # OmegaConf's mark of a value to be given
+# Sections that may be given in part: what is not said follows the section named here.
+_FOLLOWS = {"ref.megatron": "actor.megatron", "critic.megatron": "actor.megatron"}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.Config:
+    """Load a config file, its chain of `base:` files and `key=value` overrides; check all.
+
+    Later overrides win over earlier ones, overrides over the file, the file over its base. File
+    names inside the config stay as written, relative to the current directory. Raises
+    `ConfigError` (a `ValueError`) with every violation found.
+    """
+    violations: list[Violation] = []
+    layers = [_layer(tree, violations) for tree in _read_chain(Path(path))]
+    for override in overrides:
+        parsed = _parse_override(override, violations)
+        if parsed is not None:
+            layers.append(_layer(parsed, violations))
+    violations += _still_open(layers)
+    merged = OmegaConf.merge(asdict(schema.Config()), {_LEGACY_ROOT: {}}, *layers)
+    assert isinstance(merged, DictConfig)
+    _translate_legacy(merged, violations)
+    builder = _Builder(merged, violations)
+    config = builder.build()
+    # Relations between values make sense only when each of them has its type.
+    violations += check_values(config) if builder.failed else check_config(config)
+    raise_any(violations)
+    return config
+
+
+def save_resolved(config: schema.Config, path: str | Path) -> None:
+    """Write the config as YAML that `load_config` reads back to an equal `Config`.
+
+    The file appears whole or not at all.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(_escape(asdict(config))))
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, Mapping):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape(item) for item in value]
+    return value
+
+
+def _read_chain(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Read a file and the bases under it, the lowest first."""
+    place = path.resolve()
+    if place in seen:
+        chain = " -> ".join(p.name for p in (*seen, place))
+        raise ConfigError([Violation(_BASE, str(path), f"the base files form a circle: {chain}")])
+    if not path.is_file():
+        where = f", named as the base of {seen[-1]}" if seen else ""
+        raise ConfigError(
+            [Violation(_BASE if seen else "config file", str(path), f"no such file{where}")]
+        )
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([Violation("config file", str(path), f"not YAML: {reason}")]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            [Violation("config file", str(path), "must be a mapping of keys, not a list or text")]
+        )
+    named = {str(key): value for key, value in tree.items()}
+    base = named.pop(_BASE, None)
+    if base is None:
+        return [named]
+    if not isinstance(base, str):
+        raise ConfigError([Violation(_BASE, base, f"must be one file name (in {path})")])
+    return [*_read_chain(path.parent / base, (*seen, place)), named]
+
+
+def _parse_override(text: str, violations: list[Violation]) -> dict[str, Any] | None:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    key = key[2:] if key.startswith("++") else key.removeprefix("+")
+    if not equals or not key:
+        violations.append(Violation(text, text, "an override must be key=value"))
+        return None
+    try:
+        # OmegaConf's own YAML loader reads 1e-6 as a number and refuses a key given twice.
+        node = OmegaConf.create(f"value: {value}" if value.strip() else {"value": ""})
+        return {key: OmegaConf.to_container(node, resolve=False)["value"]}
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        violations.append(Violation(key, value, f"not YAML: {reason}"))
+        return None
+
+
+def _layer(tree: Mapping[str, Any], violations: list[Violation]) -> dict[str, Any]:
+    """Bring one source of settings to today's keys, as a nested tree."""
+    layer: dict[str, Any] = {}
+    spelled: dict[str, tuple[str, Any]] = {}
+    for written, value in _leaves(tree):
+        key = rename(written)
+        other, earlier = spelled.setdefault(key, (written, value))
+        if other != written and earlier != value:
+            rule = f"the same key as {other}, which is {earlier!r}; keep one of the two"
+            violations.append(Violation(written, value, rule))
+        elif key in LEGACY:
+            layer.setdefault(_LEGACY_ROOT, {})[key] = value
+        elif not _is_known(key):
+            violations.append(_unknown(written, key, value))
+        elif fault := _section_fault(key, value):
+            violations.append(Violation(written, value, fault))
+        elif not (value is None and _is_plain_section(key)):  # a bare `actor:` sets nothing
+            _put(layer, key, rename_references(value))
+    return layer
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    leaves: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            leaves += _leaves({str(k): v for k, v in value.items()}, f"{key}.")
+        else:
+            leaves.append((key, value))
+    return leaves
+
+
+def _is_known(key: str) -> bool:
+    keys = schema_keys()
+    return key in keys or any(
+        known.is_free and key.startswith(f"{name}.") for name, known in keys.items()
+    )
+
+
+def _is_plain_section(key: str) -> bool:
+    known = schema_keys().get(key)
+    return known is not None and known.is_section and not known.optional
+
+
+def _still_open(layers: Sequence[Mapping[str, Any]]) -> list[Violation]:
+    """Find keys that a file leaves to be set (`???`) and nothing after it sets.
+
+    Merging would keep the value from below. `model.path` may stay open: a plan needs no model.
+    """
+    last = {key: value for layer in layers for key, value in _leaves(layer)}
+    return [
+        Violation(key, value, "a value is needed")
+        for key, value in last.items()
+        if value == _OPEN and key != "model.path"
+    ]
+
+
+def _section_fault(key: str, value: Any) -> str:
+    """Say what is wrong with a value in the place of a section, "" when nothing is."""
+    known = schema_keys().get(key)
+    legal = value is None or value == {} or (isinstance(value, str) and "${" in value)
+    return f"expected {known.describe()}" if known and known.is_section and not legal else ""
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):  # a section set to null or a reference before
+            child = tree[parent] = {}
+        tree = child
+    tree[leaf] = value
+
+
+def _unknown(written: str, key: str, value: Any) -> Violation:
+    """Refuse a key, naming the nearest one by its whole name or its last part."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        last = difflib.SequenceMatcher(
+            None, key.rpartition(".")[2], candidate.rpartition(".")[2]
+        ).ratio()
+        return max(whole, 0.7 * last + 0.3 * whole)
+
+    leaves = [name for name, known in schema_keys().items() if not known.is_section]
+    best = max([*leaves, *filter(None, ALIASES)], key=likeness)
+    hint = f"did you mean {best}?" if likeness(best) >= 0.6 else "nothing known is like it"
+    return Violation(written, value, f"unknown key; {hint}")
+
+
+def _translate_legacy(merged: DictConfig, violations: list[Violation]) -> None:
+    """Write the settings that legacy keys stand for."""
+    for key in merged[_LEGACY_ROOT]:
+        try:
+            value = merged[_LEGACY_ROOT][key]
+        except OmegaConfBaseException as error:
+            violations.append(Violation(key, None, str(error).splitlines()[0]))
+            continue
+        legacy = LEGACY[key]
+        known = isinstance(value, bool | int | str) and value in legacy.settings
+        if not known:
+            legal = " or ".join(_as_yaml(v) for v in legacy.settings)
+            violations.append(Violation(key, value, legacy.why, legal))
+            continue
+        for target, setting in legacy.settings[value].items():
+            OmegaConf.update(merged, target, setting)
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Builder:
+    """Builds the frozen tree, noting every value of a wrong type."""
+
+    def __init__(self, merged: DictConfig, violations: list[Violation]) -> None:
+        self.failed = False  # a value is None in place of what was found
+        self._merged = merged
+        self._violations = violations
+        self._built: dict[str, Any] = {}  # sections by dotted name
+
+    def build(self) -> schema.Config:
+        return self._section(schema.Config, "")
+
+    def _section(self, cls: Any, prefix: str) -> Any:
+        values = {name: self._value(prefix + name, key) for name, key in field_keys(cls).items()}
+        section = self._built[prefix.rstrip(".")] = cls(**values)
+        return section
+
+    def _value(self, name: str, key: Key) -> Any:
+        try:
+            value = OmegaConf.select(self._merged, name, default=_ABSENT)
+            missing = self._is_missing(name)
+            if isinstance(value, Container) and not key.is_section:
+                value = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            return self._refuse(name, self._raw(name), reason)
+        if missing:
+            return _OPEN
+        if value is _ABSENT:
+            return self._followed(name)
+        if key.is_section:
+            if isinstance(value, DictConfig):
+                strange = [str(k) for k in value if str(k) not in field_keys(key.type)]
+                if not strange:
+                    return self._section(key.type, f"{name}.")
+                # Only a reference to another section leads here: keys as such are checked before.
+                return self._refuse(
+                    name,
+                    self._raw(name),
+                    f"refers to a section of other keys: {', '.join(strange)}",
+                )
+            if value is None and key.optional:
+                return None
+        else:
+            try:
+                return coerce(_other_spelling(name, value), key)
+            except TypeError:
+                pass
+        return self._refuse(name, value, f"expected {key.describe()}")
+
+    def _is_missing(self, name: str) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        node = OmegaConf.select(self._merged, parent) if parent else self._merged
+        return isinstance(node, DictConfig) and OmegaConf.is_missing(node, leaf)
+
+    def _followed(self, name: str) -> Any:
+        section, _, leaf = name.rpartition(".")
+        model = self._built.get(_FOLLOWS.get(section, ""))
+        if is_dataclass(model):
+            return getattr(model, leaf)
+        return self._refuse(name, None, "the section it is in lacks it")
+
+    def _refuse(self, name: str, value: Any, rule: str) -> None:
+        self.failed = True
+        self._violations.append(Violation(name, value, rule))
+
+    def _raw(self, name: str) -> Any:
+        parent, _, leaf = name.rpartition(".")
+        try:
+            node = OmegaConf.select(self._merged, parent) if parent else self._merged
+            return OmegaConf.to_container(node, resolve=False)[leaf]
+        except (OmegaConfBaseException, KeyError, ValueError, TypeError):
+            return None
+
+
+def _other_spelling(name: str, value: Any) -> Any:
+    spellings = VALUE_ALIASES.get(name)
+    if spellings is None or isinstance(value, list):
+        return value
+    return spellings.get(value, value)

@@ -1,0 +1,263 @@
+"""The config tree: frozen dataclasses whose leaf names are verl's.
+
+Defaults live here and nowhere else. `None` means "derived" and the comment says from what; the
+derived value is in `RunPlan`, never written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Parallel layout and numerics of one Megatron role."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = True  # in force only where TP > 1
+    use_distributed_optimizer: bool = True
+    transformer_impl: str = "auto"  # auto | local | transformer_engine
+    dtype: str = "auto"  # auto (float32 on CPU, bfloat16 on GPU) | float32 | bfloat16
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Adam and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    lr_warmup_steps: int = -1  # -1: lr_warmup_steps_ratio of the total
+    lr_warmup_steps_ratio: float = 0.0
+    lr_decay_style: str = "constant"  # constant | linear | cosine
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True)
+class CriticOptimConfig(OptimConfig):
+    """The critic's optimizer: verl's larger default rate."""
+
+    lr: float = 1e-5
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the policy's Hugging Face folder lies."""
+
+    path: str = "???"
+    tokenizer_path: str | None = None  # None: model.path
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Rows, prompts and batches."""
+
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"
+    response_key: str = "response"  # `mrl sft`
+    reward_fn_key: str = "data_source"
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    train_batch_size: int = 1024  # prompts a step
+    val_batch_size: int | None = None  # None: all rows at once
+    truncation: str = "error"  # error | filter | left | right
+    shuffle: bool = True
+    seed: int = 42
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The policy that is trained."""
+
+    ppo_mini_batch_size: int = 256  # prompts an optimizer step
+    ppo_micro_batch_size_per_gpu: int | None = None  # samples; needed unless use_dynamic_bsz
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    ppo_epochs: int = 1
+    shuffle: bool = False  # shuffle rows over the mini-batches of an epoch
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None  # None: clip_ratio
+    clip_ratio_high: float | None = None  # None: clip_ratio
+    clip_ratio_c: float = 3.0
+    loss_agg_mode: str = "token-mean"  # | seq-mean-token-sum | seq-mean-token-mean
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"  # k1 kl | k2 mse | k3 low_var_kl | abs
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The frozen reference policy; on when a KL term is."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = None  # None: the rollout's
+    log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's
+    log_prob_max_token_len_per_gpu: int | None = None  # None: the actor's
+    megatron: MegatronConfig | None = None  # None: the actor's
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model; on when algorithm.adv_estimator is gae."""
+
+    path: str | None = None  # None: model.path
+    ppo_mini_batch_size: int | None = None  # None: the actor's
+    ppo_micro_batch_size_per_gpu: int | None = None  # None: the actor's
+    use_dynamic_bsz: bool | None = None  # None: the actor's
+    ppo_max_token_len_per_gpu: int | None = None  # None: the actor's
+    ppo_epochs: int | None = None  # None: the actor's
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    megatron: MegatronConfig | None = None  # None: the actor's
+
+
+@dataclass(frozen=True)
+class ValSamplingConfig:
+    """How validation samples; independent of training."""
+
+    n: int = 1
+    do_sample: bool = False  # false: greedy, whatever temperature says
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The generation engine."""
+
+    name: str = "vllm"  # vllm | hf
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 42
+    stop: list[str] = field(default_factory=list)
+    tensor_model_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None  # None: max_prompt_length + max_response_length
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    free_cache_engine: bool = True  # sleep around training, where the device can
+    cpu_kv_cache_gib: int = 1  # vLLM's CPU backend only
+    log_prob_micro_batch_size_per_gpu: int | None = None  # None: the actor's micro-batch
+    log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's
+    log_prob_max_token_len_per_gpu: int | None = None  # None: the actor's
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+
+@dataclass(frozen=True)
+class CustomRewardConfig:
+    """A user's compute_score, by file and name."""
+
+    path: str | None = None
+    name: str = "compute_score"
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Scoring and its limits."""
+
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    num_workers: int = 2  # processes
+    timeout_s: float = 30.0  # hard limit a sample
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """Coefficient of the KL term in the reward."""
+
+    type: str = "fixed"  # fixed | adaptive
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """From scores to advantages."""
+
+    adv_estimator: str = "gae"  # gae | grpo | rloo
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"  # k1 kl | k2 mse | k3 low_var_kl | abs
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Length, places and habits of the run."""
+
+    nnodes: int = 1
+    n_gpus_per_node: int = 1  # ranks a node; on a CPU machine, processes
+    device: str = "auto"  # auto | cpu | cuda
+    launcher: str = "torchrun"  # torchrun | ray
+    project_name: str = "mrl"
+    experiment_name: str = "default"
+    default_local_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    total_epochs: int = 1
+    total_training_steps: int | None = None  # None: total_epochs over the data
+    seed: int = 42
+    logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
+    val_before_train: bool = True
+    val_only: bool = False
+    test_freq: int = -1  # steps; below 1: only before training and at the end
+    save_freq: int = -1  # steps; below 1: only at the end
+    log_val_generations: int = 0  # validation samples shown as text in TensorBoard
+    resume_mode: str = "auto"  # auto | disable | resume_path
+    resume_from_path: str | None = None
+    max_actor_ckpt_to_keep: int | None = None  # None: all
+    critic_warmup: int = 0  # steps that train the critic alone
+    balance_batch: bool = True  # spread tokens evenly over the data-parallel ranks
+    fault_timeout_s: float = 1800.0  # longest silence of a collective before the job is ended
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which ranks hold which role."""
+
+    mode: str = "colocated"  # every rank holds every role
+
+
+@dataclass(frozen=True)
+class ReshardingConfig:
+    """Weight transfer from the trainer to the engine."""
+
+    bucket_bytes: int = 268435456
+    verify: bool = False  # compare checksums of both ends at every sync
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs; see the fields' own classes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)

@@ -1,0 +1,90 @@
+"""Supervised training on `prompt`/`response` rows with the actor's workers: a warm start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.algorithms.reductions import reduced
+from mrl.batching.experience import supervised_batch
+from mrl.checkpoint.folder import CheckpointFolder
+from mrl.checkpoint.state import TrainerState, is_due
+from mrl.config import Config, ConfigError, build_plan, check_config, check_trainable, training_steps
+from mrl.data import SFTDataset
+from mrl.tracking.recorder import Recorder
+from mrl.tracking.timers import Timers, throughput_metrics
+from mrl.workers.group import RankPool
+from mrl.workers.job import job_spec, roles_on, run_job
+
+
+class SFTTrainer:
+    """Next-token training on responses; `data.train_batch_size` rows an optimizer step."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        """Check the config and open the data; no process is started.
+
+        Raises ValueError for a config that cannot be trained and for unusable data.
+        """
+        if violations := check_config(config):
+            raise ConfigError(violations)
+        check_trainable(config)
+        self.config, self.plan = config, build_plan(config)
+        self.dataset = SFTDataset(config.data.train_files, tokenizer, config.data)
+        self.total_steps = training_steps(config, len(self.dataset))
+        self.checkpoints = CheckpointFolder(
+            config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep
+        )
+
+    def fit(self) -> None:
+        """Train up to the configured number of steps, resuming as trainer.resume_mode says."""
+        spec = job_spec(self.config, self.plan, self.total_steps, with_rollout=False)
+        run_job(self.config, self.plan, spec, self._run)
+
+    def _run(self, pool: RankPool) -> None:
+        actor = roles_on(pool, self.config, self.plan).actor
+        trainer = self.config.trainer
+        latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
+        first = latest.found.step if latest.found else 0
+        self.checkpoints.set_aside(first if latest.found else -1)
+        if latest.found:
+            print(f"resuming from {latest.found.path}")
+            actor.load(latest.found.path / "actor")
+        with Recorder(self.config, self.plan, self.total_steps, first) as recorder:
+            recorder.start(f"{trainer.project_name} / {trainer.experiment_name}")
+            for step in range(first + 1, self.total_steps + 1):
+                timer = Timers()
+                batch = supervised_batch([self.dataset.example(i) for i in self._rows(step)])
+                with timer("update_actor"):
+                    metrics = reduced(actor.update(batch, "supervise"))
+                with timer("save_checkpoint"):
+                    if is_due(step, trainer.save_freq, self.total_steps):
+                        self._save(actor, step)
+                timings = timer.metrics()
+                tokens = int(batch.sequences.tokens.lengths.sum())
+                responses = int(batch.sequences.response_lengths.sum())
+                rates = throughput_metrics(timings, tokens, responses, self.plan.world_size)
+                recorder.step(step, {**metrics, **timings, **rates})
+            recorder.finish(f"{self.total_steps} steps, {recorder.folder}")
+
+    def _save(self, actor: Any, step: int) -> None:
+        folder = self.checkpoints.begin(step)
+        actor.save(folder / "actor")
+        TrainerState(step, 0, self.config.trainer.seed, {}, 0.0).save(folder)
+        self.checkpoints.commit(step)
+
+    def _rows(self, step: int) -> list[int]:
+        """Give the rows of a step: a permutation an epoch, the short last batch left out."""
+        size, total = self.config.data.train_batch_size, len(self.dataset)
+        epoch, batch = divmod(step - 1, total // size)
+        order = np.arange(total)
+        if self.config.data.shuffle:
+            order = np.random.default_rng([self.config.data.seed, epoch]).permutation(total)
+        return [int(row) for row in order[batch * size : (batch + 1) * size]]
+
+
+def warm_start(folder: Path) -> Path | None:
+    """Find the newest weights that supervised training left below `folder`."""
+    found = CheckpointFolder(folder).latest().found
+    return found.path / "actor" / "huggingface" if found else None

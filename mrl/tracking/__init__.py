@@ -1,0 +1,1 @@
+"""What a run tells: metrics, timings, FLOPs, TensorBoard, console, dumps."""

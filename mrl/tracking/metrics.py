@@ -1,0 +1,149 @@
+"""Numbers of one training step under verl's names.
+
+The kinds that reduce over micro-batches and ranks are in `mrl.algorithms.reductions`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.masks import loss_mask, masked_row_sums
+from mrl.algorithms.token_rewards import is_scored, score_tensors
+from mrl.types import Ragged, Score
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """All samples of one step, as `summarise_batch` reads them; token columns are [R] a row."""
+
+    uids: tuple[str, ...]  # [N]
+    scores: tuple[Score, ...]  # [N]
+    prompt_lengths: tuple[int, ...]  # [N] tokens
+    max_prompt_length: int
+    truncated: tuple[bool, ...]  # [N] the response was cut at the limit
+    mask: Ragged  # bool
+    rollout_log_probs: Ragged  # float32, by the engine
+    old_log_probs: Ragged  # float32, by the trainer
+    token_rewards: Ragged  # float32
+    advantages: Ragged  # float32
+    returns: Ragged  # float32
+    values: Ragged | None = None  # float32
+
+
+def summarise_batch(batch: ScoredBatch) -> dict[str, float]:
+    """Describe the samples of one step; a statistic over nothing is left out."""
+    values, scored = score_tensors(batch.scores)
+    lengths = batch.mask.lengths
+    live = loss_mask(batch.mask, scored).values
+    sequence_rewards = masked_row_sums(batch.token_rewards, batch.mask)
+    return {
+        **_statistics("critic/score", values[scored]),
+        **_statistics("critic/rewards", sequence_rewards[scored]),
+        **_statistics("critic/advantages", batch.advantages.values[live]),
+        **_statistics("critic/returns", batch.returns.values[live]),
+        **_critic_metrics(batch, live),
+        **_statistics("response_length", lengths),
+        **_mean("response_length/clip_ratio", batch.truncated),
+        **_statistics("prompt_length", torch.tensor(batch.prompt_lengths)),
+        **_mean(
+            "prompt_length/clip_ratio",
+            [length >= batch.max_prompt_length for length in batch.prompt_lengths],
+        ),
+        **_mismatch(batch),
+        **_reward_metrics(batch.scores),
+        **_group_metrics(batch.uids, values, scored),
+    }
+
+
+def seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Compare the tokens of each data-parallel rank before and after balancing.
+
+    Args:
+        lengths: tokens of each row, in the order before balancing.
+        partitions: row indices of each rank after it.
+    """
+    ranks = len(partitions)
+    cuts = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
+    before = [sum(lengths[a:b]) for a, b in pairwise(cuts)]
+    after = [sum(lengths[i] for i in rows) for rows in partitions]
+    return {
+        "global_seqlen/min": float(min(before)),
+        "global_seqlen/max": float(max(before)),
+        "global_seqlen/minmax_diff": float(max(before) - min(before)),
+        "global_seqlen/balanced_min": float(min(after)),
+        "global_seqlen/balanced_max": float(max(after)),
+        "global_seqlen/mean": sum(lengths) / ranks,
+    }
+
+
+def _statistics(name: str, values: Tensor) -> dict[str, float]:
+    if not values.numel():
+        return {}
+    numbers = values.double()
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/max": float(numbers.max()),
+        f"{name}/min": float(numbers.min()),
+    }
+
+
+def _mean(name: str, flags: Sequence[bool]) -> dict[str, float]:
+    return {name: sum(flags) / len(flags)} if flags else {}
+
+
+def _critic_metrics(batch: ScoredBatch, live: Tensor) -> dict[str, float]:
+    if batch.values is None:
+        return {}
+    values, returns = batch.values.values[live].double(), batch.returns.values[live].double()
+    metrics = _statistics("critic/values", values)
+    if values.numel() > 1:
+        unexplained = (returns - values).var() / (returns.var() + 1e-5)
+        metrics["critic/vf_explained_var"] = float(1 - unexplained)
+    return metrics
+
+
+def _mismatch(batch: ScoredBatch) -> dict[str, float]:
+    """Compare the engine's log-probs of the sampled tokens with the trainer's."""
+    live = batch.mask.values
+    if not bool(live.any()):
+        return {}
+    engine = batch.rollout_log_probs.values[live].double()
+    trainer = batch.old_log_probs.values[live].double()
+    gaps = {
+        "training/rollout_probs_diff": (engine.exp() - trainer.exp()).abs(),
+        "training/rollout_log_probs_diff": (engine - trainer).abs(),
+    }
+    reduced = {f"{name}_mean": float(gap.mean()) for name, gap in gaps.items()}
+    return reduced | {f"{name}_max": float(gap.max()) for name, gap in gaps.items()}
+
+
+def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Count what could not be scored, and average the further numbers of the reward function."""
+    statuses = Counter(score.status for score in scores)
+    metrics = {
+        "reward/timeouts": float(statuses["timeout"]),
+        "reward/errors": float(statuses["error"]),
+        "reward/unscored": float(sum(not is_scored(score) for score in scores)),
+    }
+    extras: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in (score.extra or {}).items():
+            extras.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}/mean": sum(v) / len(v) for name, v in extras.items()}
+
+
+def _group_metrics(uids: Sequence[str], values: Tensor, scored: Tensor) -> dict[str, float]:
+    """Describe the groups over which advantages compare: size, and whether scores differ."""
+    groups: dict[str, list[float]] = {uid: [] for uid in uids}
+    for uid, value, ok in zip(uids, values.tolist(), scored.tolist(), strict=True):
+        if ok:
+            groups[uid].append(value)
+    sizes = torch.tensor([len(group) for group in groups.values()])
+    equal = [len(set(group)) <= 1 for group in groups.values()]
+    return {**_statistics("group/size", sizes), **_mean("group/zero_variance_ratio", equal)}

@@ -1,0 +1,72 @@
+"""Everything a run leaves behind, in one place: console, metrics.jsonl, TensorBoard, dumps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from mrl.config import Config, RunPlan, save_resolved
+from mrl.tracking.console import ConsoleLog
+from mrl.tracking.jsonl import MetricsFile
+from mrl.tracking.rollouts import RolloutRow, dump_rollouts
+from mrl.tracking.tensorboard import TensorBoard
+
+
+class Recorder:
+    """The run folder's writer; only the controller has one."""
+
+    def __init__(self, config: Config, plan: RunPlan, total_steps: int, resume_step: int) -> None:
+        """Open the run folder; after resuming, later values of an interrupted run are hidden."""
+        self.folder = Path(config.trainer.default_local_dir)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_resolved(config, self.folder / "config.yaml")
+        (self.folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step)
+        loggers = config.trainer.logger
+        self._console = ConsoleLog(total_steps) if "console" in loggers else None
+        self._board = None
+        if "tensorboard" in loggers:
+            purge = resume_step + 1 if resume_step else None
+            self._board = TensorBoard(self.folder / "tensorboard", purge)
+
+    def start(self, title: str) -> None:
+        """Open the console's part."""
+        if self._console is not None:
+            self._console.start(title)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step everywhere."""
+        self._metrics.write(step, metrics)
+        if self._board is not None:
+            self._board.scalars(step, metrics)
+        if self._console is not None:
+            self._console.step(step, metrics)
+
+    def rollouts(self, kind: str, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Write the samples of a step below `<kind>/`."""
+        dump_rollouts(self.folder / kind, step, rows)
+
+    def samples(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Show samples as a table in TensorBoard."""
+        if self._board is not None and rows:
+            cells = [(row.input, row.output, row.gts, row.score) for row in rows]
+            self._board.table(step, "val/samples", ("input", "output", "truth", "score"), cells)
+
+    def finish(self, title: str) -> None:
+        """Close the console's part with a table."""
+        if self._console is not None:
+            self._console.finish(title)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,307 @@
+"""The order of a training step, and nothing else.
+
+    prompts -> generate -> score -> log-probs -> values -> advantages
+            -> update critic -> update actor -> reshard -> log -> validate -> save
+
+What was left out of PPO as published: no early stop on KL, no reward scaling, no shared trunk of
+actor and critic. GRPO and RLOO are the same step without a critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mrl.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
+from mrl.algorithms.kl import kl_column, kl_controller, mean_kl
+from mrl.algorithms.masks import loss_mask
+from mrl.algorithms.reductions import Mean, Metric, reduced
+from mrl.algorithms.token_rewards import score_tensors, token_rewards
+from mrl.batching.experience import Experience, Splits, collect, policy_batches, value_batches
+from mrl.checkpoint.folder import CheckpointFolder
+from mrl.checkpoint.state import TrainerState, is_due
+from mrl.config import Config, ConfigError, build_plan, check_config, check_trainable, training_steps
+from mrl.data import PromptStream, RLHFDataset, StreamState
+from mrl.rewards.runner import RewardRunner
+from mrl.tracking.metrics import ScoredBatch, summarise_batch
+from mrl.tracking.recorder import Recorder
+from mrl.tracking.rollouts import rollout_rows
+from mrl.tracking.timers import Timers, throughput_metrics
+from mrl.types import Prompt, Ragged, Sample, SamplingParams, Score
+from mrl.validation import Validator, score_item
+from mrl.workers.group import RankPool
+from mrl.workers.job import Roles, job_spec, roles_on, run_job
+
+
+class RayPPOTrainer:
+    """PPO, GRPO and RLOO over worker groups; the launcher is the config's choice."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        train_dataset: RLHFDataset | None = None,
+        val_dataset: RLHFDataset | None = None,
+    ) -> None:
+        """Check the config and open the data; no process is started.
+
+        Datasets default to `data.train_files` and `data.val_files`. Raises ValueError for a
+        config that cannot be trained and for unusable data.
+        """
+        if violations := check_config(config):
+            raise ConfigError(violations)
+        check_trainable(config)
+        self.config, self.plan = config, build_plan(config)
+        data = config.data
+        self.dataset = train_dataset or RLHFDataset(data.train_files, tokenizer, data)
+        if val_dataset is None and data.val_files:
+            val_dataset = RLHFDataset(data.val_files, tokenizer, data)
+        self.val_dataset = val_dataset
+        self.stream = PromptStream(self.dataset, data.train_batch_size, data.shuffle, data.seed)
+        self.total_steps = training_steps(config, len(self.dataset))
+        self.checkpoints = CheckpointFolder(
+            config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep
+        )
+
+    def fit(self, max_steps: int | None = None) -> None:
+        """Train up to the configured number of steps, or `max_steps` if that is fewer.
+
+        Raises WorkerError with the first cause when a rank fails.
+        """
+        last_step = min(self.total_steps, max_steps or self.total_steps)
+        # The schedule spans the configured run, so a run cut short equals the start of a long one.
+        spec = job_spec(self.config, self.plan, self.total_steps)
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, last_step))
+
+    def _run(self, pool: RankPool, last_step: int) -> None:
+        roles = roles_on(pool, self.config, self.plan)
+        state = self._resume(roles)
+        reward = self.config.reward
+        with (
+            RewardRunner(reward.custom_reward_function, reward.num_workers, reward.timeout_s)
+            as scorer,
+            Recorder(self.config, self.plan, last_step, state.global_step) as recorder,
+        ):
+            _Run(self, roles, scorer, recorder, state, last_step).loop()
+
+    def _resume(self, roles: Roles) -> TrainerState:
+        """Load the newest complete checkpoint, as trainer.resume_mode says."""
+        trainer = self.config.trainer
+        latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
+        for skipped in latest.skipped:
+            print(f"not resuming from {skipped.path}: {skipped.reason}")
+        if latest.found is None:
+            self.checkpoints.set_aside(-1)
+            kl = kl_controller(self.config.algorithm.kl_ctrl)
+            return TrainerState(0, 0, trainer.seed, asdict(self.stream.state()), kl.coef)
+        found = latest.found
+        print(f"resuming from {found.path}")
+        self.checkpoints.set_aside(found.step)
+        state = TrainerState.load(found.path)
+        self.stream.restore(StreamState(**state.stream))
+        roles.actor.load(found.path / "actor")
+        if roles.critic is not None:
+            roles.critic.load(found.path / "critic")
+        return state
+
+
+class _Run:
+    """One run: the roles at work, and what a step hands to the next."""
+
+    def __init__(
+        self,
+        trainer: RayPPOTrainer,
+        roles: Roles,
+        scorer: RewardRunner,
+        recorder: Recorder,
+        state: TrainerState,
+        last_step: int,
+    ) -> None:
+        self.config, self.plan, self.roles = trainer.config, trainer.plan, roles
+        self.stream, self.checkpoints = trainer.stream, trainer.checkpoints
+        self.scorer, self.recorder = scorer, recorder
+        self.state, self.last_step = state, last_step
+        self.kl = kl_controller(self.config.algorithm.kl_ctrl).with_coef(state.kl_coef)
+        self.validator = Validator(
+            self.config, self.plan, trainer.val_dataset, roles.rollout, scorer, recorder
+        )
+
+    def loop(self) -> None:
+        """Run all steps that are left."""
+        trainer, first = self.config.trainer, self.state.global_step
+        self.recorder.start(f"{trainer.project_name} / {trainer.experiment_name}")
+        self.roles.rollout.sync(first)
+        if trainer.val_only or (trainer.val_before_train and first == 0):
+            metrics = self.validator(first)
+            if metrics:
+                self.recorder.step(first, metrics)
+        if trainer.val_only:
+            return
+        for step in range(first + 1, self.last_step + 1):
+            self.step(step)
+        self.recorder.finish(f"{self.last_step} steps, {self.recorder.folder}")
+
+    def step(self, step: int) -> None:
+        """Take one step: the whole of it, in order."""
+        timer, roles = Timers(), self.roles
+        prompts = self.stream.next_batch()
+        with timer("gen"):
+            groups = roles.rollout.generate(prompts, self._sampling(step))
+            roles.rollout.sleep()
+        batch = collect(groups)
+        with timer("reward"):
+            scores = self._score(prompts, batch.samples)
+        with timer("old_log_prob"):
+            old_log_probs, entropies = roles.actor.log_probs(batch.sequences)
+        with timer("ref"):
+            ref_log_probs = roles.ref.log_probs(batch.sequences) if roles.ref else None
+        with timer("values"):
+            values = roles.critic.values(batch.sequences) if roles.critic else None
+        with timer("adv"):
+            rewards, found = self._advantages(batch, scores, old_log_probs, ref_log_probs, values)
+            live = loss_mask(batch.mask, score_tensors(scores)[1])
+        updates: dict[str, float] = {}
+        if roles.critic is not None and values is not None:
+            with timer("update_critic"):
+                updates |= self._update_critic(batch, live, values, found.returns)
+        if step > self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                updates |= self._update_actor(
+                    step, batch, live, old_log_probs, found.advantages, ref_log_probs
+                )
+        with timer("reshard"):
+            traffic = roles.rollout.sync(step)
+        self.state = TrainerState(
+            step, step, self.state.seed, asdict(self.stream.state()), self.kl.coef,
+            self.state.best_metric, self.state.best_step,
+        )  # fmt: skip
+        with timer("testing"):
+            validation = self._validate(step)
+        with timer("save_checkpoint"):
+            self._save(step)
+        scored = ScoredBatch(
+            batch.uids, scores,
+            tuple(len(s.prompt_ids) for s in batch.samples), self.config.data.max_prompt_length,
+            tuple(s.finish_reason == "length" for s in batch.samples),
+            batch.mask, batch.rollout_log_probs, old_log_probs, rewards,
+            found.advantages, found.returns, values,
+        )  # fmt: skip
+        self.recorder.rollouts(
+            "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
+        )
+        timings = timer.metrics()
+        self.recorder.step(step, {
+            **summarise_batch(scored),
+            "actor/entropy": float(entropies.values.mean()),
+            "actor/reward_kl_penalty_coeff": self.kl.coef,
+            **updates,
+            "reshard/bytes_moved": sum(rank.bytes_moved for rank in traffic),
+            "reshard/bytes_floor": sum(rank.bytes_floor for rank in traffic),
+            "reshard/seconds": max(rank.seconds for rank in traffic),
+            "training/global_step": step,
+            "training/epoch": self.stream.epoch,
+            **timings,
+            **throughput_metrics(
+                timings, batch.num_tokens, len(batch.mask.values), self.plan.world_size
+            ),
+            **validation,
+        })  # fmt: skip
+
+    def _sampling(self, step: int) -> SamplingParams:
+        rollout, data = self.config.rollout, self.config.data
+        return SamplingParams(
+            rollout.n,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            data.max_response_length,
+            # a seed of its own for each step, so that a resumed run draws what it would have
+            rollout.seed + step,
+            tuple(rollout.stop),
+        )
+
+    def _score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Score, ...]:
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        return self.scorer.score([score_item(by_uid[sample.uid], sample) for sample in samples])
+
+    def _advantages(
+        self,
+        batch: Experience,
+        scores: Sequence[Score],
+        old_log_probs: Ragged,
+        ref_log_probs: Ragged | None,
+        values: Ragged | None,
+    ) -> tuple[Ragged, AdvantageOutputs]:
+        """Turn scores into token rewards, and those into advantages and returns."""
+        algorithm = self.config.algorithm
+        values_of, scored = score_tensors(scores)
+        kl = None
+        if algorithm.use_kl_in_reward:
+            assert ref_log_probs is not None
+            kl = kl_column(old_log_probs, ref_log_probs, batch.mask, algorithm.kl_penalty)
+        rewards = token_rewards(values_of, scored, batch.mask, kl, self.kl.coef)
+        if kl is not None:
+            self.kl = self.kl.update(mean_kl(kl, batch.mask), len(batch.samples))
+        inputs = AdvantageInputs(batch.uids, values_of, scored, batch.mask, rewards, values)
+        return rewards, compute_advantages(algorithm.adv_estimator, inputs, algorithm)
+
+    def _update_actor(
+        self,
+        step: int,
+        batch: Experience,
+        live: Ragged,
+        old_log_probs: Ragged,
+        advantages: Ragged,
+        ref_log_probs: Ragged | None,
+    ) -> dict[str, float]:
+        actor = self.config.actor
+        batches = policy_batches(
+            batch, self._splits("actor", actor.ppo_epochs, actor.shuffle, step), live,
+            actor.loss_agg_mode, old_log_probs, advantages,
+            ref_log_probs if actor.use_kl_loss else None,
+        )  # fmt: skip
+        return _mean_over_updates([self.roles.actor.update(part) for part in batches])
+
+    def _update_critic(
+        self, batch: Experience, live: Ragged, values: Ragged, returns: Ragged
+    ) -> dict[str, float]:
+        critic = self.roles.critic
+        assert critic is not None
+        epochs = self.config.critic.ppo_epochs or self.config.actor.ppo_epochs
+        batches = value_batches(
+            batch, self._splits("critic", epochs, False, 0), live,
+            self.config.critic.loss_agg_mode, values, returns,
+        )  # fmt: skip
+        return _mean_over_updates([critic.update(part) for part in batches])
+
+    def _splits(self, role: str, epochs: int, shuffle: bool, step: int) -> Splits:
+        plan = self.plan.roles[role]
+        seed = self.config.data.seed + 1_000_003 * step
+        return Splits(plan.samples_per_rank * plan.dp, epochs, shuffle, seed)
+
+    def _validate(self, step: int) -> Mapping[str, float]:
+        if not is_due(step, self.config.trainer.test_freq, self.last_step):
+            return {}
+        metrics = self.validator(step)
+        if metrics:
+            self.state = self.state.with_validation(next(iter(metrics.values())))
+        return metrics
+
+    def _save(self, step: int) -> None:
+        if not is_due(step, self.config.trainer.save_freq, self.last_step):
+            return
+        folder = self.checkpoints.begin(step)
+        for name, group in (("actor", self.roles.actor), ("critic", self.roles.critic)):
+            if group is not None:
+                group.save(folder / name)
+        self.state.save(folder)
+        self.checkpoints.commit(step)
+
+
+def _mean_over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Average what the optimizer steps of one rollout report."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    rows = [reduced(update) for update in updates]
+    means = {name: Mean.of(row[name] for row in rows if name in row) for name in names}
+    return reduced(means)

@@ -1,0 +1,193 @@
+"""Messages that cross a boundary: frozen dataclasses with ragged columns.
+
+Shape legend: N rows (sequences), P prompt tokens of a row, R response tokens of a row,
+T tokens of all rows end to end. Token columns that speak of the response (log-probs, values,
+advantages, masks) have one entry for each *response* token, so their lengths are the rows' R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different length stored end to end."""
+
+    values: Tensor  # [T] any dtype
+    lengths: Tensor  # [N] int64, sums to T
+
+    def __post_init__(self) -> None:
+        if int(self.lengths.sum()) != self.values.shape[0]:
+            raise ValueError(
+                f"ragged lengths sum to {int(self.lengths.sum())}, values hold {self.values.shape[0]}"
+            )
+
+    @staticmethod
+    def from_rows(rows: Sequence[Tensor]) -> Ragged:
+        """Join rows [R_i] into one column."""
+        if not rows:
+            return Ragged(torch.empty(0), torch.empty(0, dtype=torch.int64))
+        lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
+        return Ragged(torch.cat(list(rows)), lengths)
+
+    @staticmethod
+    def concat(columns: Sequence[Ragged]) -> Ragged:
+        """Stack columns under one another."""
+        return Ragged(
+            torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns])
+        )
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Split into views [R_i]."""
+        return torch.split(self.values, self.lengths.tolist())
+
+    def row_index(self) -> Tensor:
+        """Give the row of each value, [T] int64."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def select(self, indices: Sequence[int]) -> Ragged:
+        """Take rows by index, in that order."""
+        rows = self.rows()
+        if not len(indices):
+            return Ragged(self.values[:0], self.lengths[:0])
+        return Ragged.from_rows([rows[i] for i in indices])
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """Keep the row lengths under new values [T]."""
+        return Ragged(values, self.lengths)
+
+    def row_sums(self) -> Tensor:
+        """Sum each row, [N] float."""
+        sums = torch.zeros(len(self), dtype=self.values.dtype)
+        return sums.index_add_(0, self.row_index(), self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row, rendered and tokenised once; engine and trainer use the same ids."""
+
+    uid: str  # unique to the row and the epoch: the key that groups samples
+    token_ids: tuple[int, ...]  # [P]
+    text: str  # the rendered prompt
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response of the engine to one prompt."""
+
+    uid: str
+    prompt_ids: tuple[int, ...]  # [P]
+    response_ids: tuple[int, ...]  # [R], the stop token included when one was sampled
+    log_probs: tuple[float, ...]  # [R], of the sampled tokens, temperature applied
+    text: str  # decoded response without special tokens
+    finish_reason: str  # "stop" or "length"
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the engine draws responses."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int  # -1: all
+    max_tokens: int
+    seed: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How a rank cuts its rows into micro-batches: by count, or by a token budget."""
+
+    micro_batch_size: int | None = None  # rows
+    max_tokens: int | None = None  # of one packed row
+
+    def __post_init__(self) -> None:
+        if (self.micro_batch_size is None) == (self.max_tokens is None):
+            raise ValueError("Batching takes either micro_batch_size or max_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The verdict on one sample; `value` is None when the sample is unscored."""
+
+    value: float | None
+    status: str  # "ok", "timeout" or "error"
+    detail: str = ""
+    extra: Mapping[str, float] | None = None  # further numbers that the function returned
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Prompts and responses as token rows."""
+
+    tokens: Ragged  # int64; a row is prompt then response, P + R tokens
+    response_lengths: Tensor  # [N] int64, each at most the row's length
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, indices: Sequence[int]) -> Sequences:
+        """Take rows by index, in that order."""
+        rows = torch.tensor(list(indices), dtype=torch.int64)
+        return Sequences(self.tokens.select(indices), self.response_lengths[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """What the actor needs for one optimizer step; columns have one entry a response token."""
+
+    sequences: Sequences
+    old_log_probs: Ragged  # float32
+    advantages: Ragged  # float32
+    weights: Ragged  # float32: loss weight of each token, 0 where masked; sums are global
+    ref_log_probs: Ragged | None  # float32, present when the loss has a KL term
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def select(self, indices: Sequence[int]) -> PolicyBatch:
+        """Take rows by index, in that order."""
+        return PolicyBatch(
+            self.sequences.select(indices),
+            self.old_log_probs.select(indices),
+            self.advantages.select(indices),
+            self.weights.select(indices),
+            self.ref_log_probs.select(indices) if self.ref_log_probs is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBatch:
+    """What the critic needs for one optimizer step; columns have one entry a response token."""
+
+    sequences: Sequences
+    old_values: Ragged  # float32
+    returns: Ragged  # float32
+    weights: Ragged  # float32, as in PolicyBatch
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def select(self, indices: Sequence[int]) -> ValueBatch:
+        """Take rows by index, in that order."""
+        return ValueBatch(
+            self.sequences.select(indices),
+            self.old_values.select(indices),
+            self.returns.select(indices),
+            self.weights.select(indices),
+        )

@@ -1,0 +1,103 @@
+"""The actor on one rank: log-probs, policy updates, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from mrl.algorithms.losses import entropy_loss, kl_loss, policy_loss
+from mrl.algorithms.reductions import Max, Mean, Metric, Sum
+from mrl.types import Batching, PolicyBatch, Ragged, Sequences
+from mrl.workers.megatron.engine import MegatronEngine
+from mrl.workers.megatron.optimizer import Update
+from mrl.workers.specs import PolicyLossSpec
+
+
+class Actor:
+    """The trained policy."""
+
+    def __init__(self, engine: MegatronEngine, loss: PolicyLossSpec) -> None:
+        self.engine, self.spec = engine, loss
+
+    def log_probs(self, sequences: Sequences, batching: Batching) -> tuple[Ragged, Ragged] | None:
+        """Give log-probs and entropies of the response tokens."""
+        return self.engine.log_probs(sequences, batching)
+
+    def update(self, batch: PolicyBatch, batching: Batching) -> Mapping[str, Metric] | None:
+        """Take one optimizer step; report this data-parallel part's metrics."""
+        sums, update = self.engine.train(batch, batching, self._loss)
+        if not self.engine.is_output_rank:
+            return None
+        tokens = sums["tokens"]
+        metrics: dict[str, Metric] = {
+            "actor/pg_loss": Sum(sums["pg_loss"]),
+            "actor/entropy_loss": Sum(sums["entropy"]),
+            "actor/pg_clipfrac": Mean(sums["clipped"], tokens),
+            "actor/pg_clipfrac_lower": Mean(sums["clipped_lower"], tokens),
+            "actor/ppo_kl": Mean(sums["kl"], tokens),
+            **update_metrics("actor", update),
+        }
+        if batch.ref_log_probs is not None:
+            metrics["actor/kl_loss"] = Sum(sums["kl_loss"])
+        return metrics
+
+    def supervise(self, batch: PolicyBatch, batching: Batching) -> Mapping[str, Metric] | None:
+        """Take one supervised step: weighted negative log-likelihood of the responses."""
+        sums, update = self.engine.train(batch, batching, _supervised_loss)
+        if not self.engine.is_output_rank:
+            return None
+        return {"sft/loss": Sum(sums["loss"]), **update_metrics("sft", update)}
+
+    def save(self, folder: Path) -> None:
+        """Write the Hugging Face weights and this rank's optimizer state."""
+        self.engine.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        self.engine.load(folder)
+
+    def _loss(
+        self, output: tuple[Tensor, Tensor], batch: PolicyBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropies = output
+        spec, device = self.spec, log_probs.device
+        weights = batch.weights.values.to(device)
+        policy = policy_loss(
+            log_probs,
+            batch.old_log_probs.values.to(device),
+            batch.advantages.values.to(device),
+            weights,
+            spec.clip_low,
+            spec.clip_high,
+            spec.clip_c,
+        )
+        entropy = entropy_loss(entropies, weights)
+        loss = policy.loss - spec.entropy_coeff * entropy
+        sums = {
+            "pg_loss": policy.loss,
+            "entropy": entropy,
+            "clipped": policy.clipped,
+            "clipped_lower": policy.clipped_lower,
+            "kl": policy.kl,
+            "tokens": policy.num_tokens,
+        }
+        if batch.ref_log_probs is not None:
+            reference = batch.ref_log_probs.values.to(device)
+            sums["kl_loss"] = kl_loss(log_probs, reference, weights, spec.kl_loss_type)
+            loss = loss + spec.kl_loss_coef * sums["kl_loss"]
+        return loss, sums
+
+
+def update_metrics(role: str, update: Update) -> dict[str, Metric]:
+    """Name what an optimizer step reports; every rank holds the same numbers."""
+    return {f"{role}/grad_norm": Max(update.grad_norm), f"{role}/lr": Max(update.lr)}
+
+
+def _supervised_loss(
+    output: tuple[Tensor, Tensor], batch: PolicyBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs, _ = output
+    loss = -(log_probs * batch.weights.values.to(log_probs.device)).sum()
+    return loss, {"loss": loss}

@@ -1,0 +1,62 @@
+"""The critic on one rank: values and value updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from mrl.algorithms.losses import value_loss
+from mrl.algorithms.reductions import Mean, Metric, Sum
+from mrl.types import Batching, Ragged, Sequences, ValueBatch
+from mrl.workers.actor import update_metrics
+from mrl.workers.megatron.engine import MegatronEngine
+
+
+class Critic:
+    """The value model; its head sits on the last pipeline stage."""
+
+    def __init__(self, engine: MegatronEngine, cliprange_value: float) -> None:
+        self.engine, self.cliprange_value = engine, cliprange_value
+
+    def values(self, sequences: Sequences, batching: Batching) -> Ragged | None:
+        """Give values at the response tokens."""
+        return self.engine.values(sequences, batching)
+
+    def update(self, batch: ValueBatch, batching: Batching) -> Mapping[str, Metric] | None:
+        """Take one optimizer step on the clipped squared error."""
+        sums, update = self.engine.train(batch, batching, self._loss)
+        if not self.engine.is_output_rank:
+            return None
+        return {
+            "critic/vf_loss": Sum(sums["vf_loss"]),
+            "critic/vf_clipfrac": Mean(sums["clipped"], sums["tokens"]),
+            "critic/vpred_mean": Mean(sums["predicted"], sums["tokens"]),
+            **update_metrics("critic", update),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the weights, the value head and this rank's optimizer state."""
+        self.engine.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        self.engine.load(folder)
+
+    def _loss(self, values: Tensor, batch: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        device = values.device
+        result = value_loss(
+            values,
+            batch.old_values.values.to(device),
+            batch.returns.values.to(device),
+            batch.weights.values.to(device),
+            self.cliprange_value,
+        )
+        sums = {
+            "vf_loss": result.loss,
+            "clipped": result.clipped,
+            "predicted": result.predicted,
+            "tokens": result.num_tokens,
+        }
+        return result.loss, sums

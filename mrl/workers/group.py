@@ -1,0 +1,178 @@
+"""Roles as the controller sees them: scatter, call, gather.
+
+A pool carries calls to ranks; a group knows which rows a rank needs and which ranks answer. The
+trainer never asks what kind of pool it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mrl.algorithms.reductions import Metric, merge
+from mrl.batching.balance import balance, sequence_cost
+from mrl.resharding.sync import SyncStats
+from mrl.types import (
+    Batching,
+    PolicyBatch,
+    Prompt,
+    Ragged,
+    Sample,
+    SamplingParams,
+    Sequences,
+    ValueBatch,
+)
+
+
+class RankPool(Protocol):
+    """Processes that hold roles; calls to one rank run in the order of submission."""
+
+    world_size: int
+
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Ask a rank to run a role's method; the future gives its result or `WorkerError`."""
+        ...
+
+    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        """Give all results in order, or raise the first cause as soon as one fails."""
+        ...
+
+    def close(self) -> None:
+        """End the ranks and wait until they are gone."""
+        ...
+
+
+class WorkerError(RuntimeError):
+    """A rank failed: its rank, the call and the remote traceback."""
+
+
+def call_all(pool: RankPool, role: str, method: str, *args: Any) -> list[Any]:
+    """Call a role on every rank with the same arguments and wait for all."""
+    futures = [pool.submit(rank, role, method, args) for rank in range(pool.world_size)]
+    return pool.wait(futures)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRanks:
+    """Which data-parallel part each rank serves; ranks run tp, cp, dp, pp from fast to slow."""
+
+    tp: int
+    cp: int
+    dp: int
+
+    def part_of(self, rank: int) -> int:
+        """Give the data-parallel index of a rank."""
+        return rank // (self.tp * self.cp) % self.dp
+
+
+class TrainGroup:
+    """A Megatron role on all its ranks; rows go out by data-parallel part and come back in order."""
+
+    def __init__(
+        self,
+        pool: RankPool,
+        role: str,
+        ranks: MegatronRanks,
+        batching: Batching,
+        log_prob_batching: Batching,
+        hidden_size: int,
+        balanced: bool = True,
+    ) -> None:
+        self.pool, self.role, self.ranks = pool, role, ranks
+        self.batching, self.log_prob_batching = batching, log_prob_batching
+        self.hidden_size, self.balanced = hidden_size, balanced
+
+    def log_probs(self, sequences: Sequences) -> Any:
+        """Give log-probs (and for the actor entropies) of the response tokens, rows in order."""
+        return self._columns("log_probs", sequences)
+
+    def values(self, sequences: Sequences) -> Ragged:
+        """Give values at the response tokens, rows in order."""
+        return self._columns("values", sequences)
+
+    def update(
+        self, batch: PolicyBatch | ValueBatch, method: str = "update"
+    ) -> Mapping[str, Metric]:
+        """Take one optimizer step on a mini-batch; its metrics are reduced over the ranks."""
+        parts = self._split(batch.sequences, self.batching)
+        answers = self._scatter(method, [(batch.select(p), self.batching) for p in parts])
+        return merge(answers)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state below `folder`."""
+        call_all(self.pool, self.role, "save", folder)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        call_all(self.pool, self.role, "load", folder)
+
+    def _columns(self, method: str, sequences: Sequences) -> Any:
+        parts = self._split(sequences, self.log_prob_batching)
+        calls = [(sequences.select(part), self.log_prob_batching) for part in parts]
+        answers = self._scatter(method, calls)
+        order = [i for part in parts for i in part]
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        if isinstance(answers[0], tuple):
+            columns = zip(*answers, strict=True)
+            return tuple(Ragged.concat(column).select(inverse) for column in columns)
+        return Ragged.concat(answers).select(inverse)
+
+    def _split(self, sequences: Sequences, batching: Batching) -> list[list[int]]:
+        """Share rows over the data-parallel parts by cost, equal in number where batches are."""
+        lengths = sequences.tokens.lengths.tolist()
+        equal = batching.micro_batch_size is not None and len(lengths) % self.ranks.dp == 0
+        if not self.balanced:
+            dp = self.ranks.dp
+            return [list(range(i * len(lengths) // dp, (i + 1) * len(lengths) // dp))
+                    for i in range(dp)]  # fmt: skip
+        costs = [sequence_cost(length, self.hidden_size) for length in lengths]
+        return balance(costs, self.ranks.dp, equal_counts=equal)
+
+    def _scatter(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send each data-parallel part its call; give one answer a part, in part order."""
+        futures = [
+            self.pool.submit(rank, self.role, method, calls[self.ranks.part_of(rank)])
+            for rank in range(self.pool.world_size)
+        ]
+        answers: list[Any] = [None] * self.ranks.dp
+        for rank, answer in enumerate(self.pool.wait(futures)):
+            if answer is not None:
+                answers[self.ranks.part_of(rank)] = answer
+        return answers
+
+
+class RolloutGroup:
+    """The engine's replicas: groups of `tp` consecutive ranks that answer for their prompts."""
+
+    def __init__(self, pool: RankPool, tp: int, spread: Callable[[int, int], Sequence[int]]) -> None:
+        """`spread(total, parts)` says how many prompts each replica takes."""
+        self.pool, self.tp, self.spread = pool, tp, spread
+        self.replicas = pool.world_size // tp
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[tuple[Sample, ...]]:
+        """Draw `sampling.n` responses a prompt; one tuple a prompt, in the prompts' order."""
+        counts = self.spread(len(prompts), self.replicas)
+        starts = [sum(counts[:i]) for i in range(self.replicas + 1)]
+        requests = [
+            tuple((p.uid, p.token_ids) for p in prompts[starts[i] : starts[i + 1]])
+            for i in range(self.replicas)
+        ]
+        futures = [
+            self.pool.submit(rank, "rollout", "generate", (requests[rank // self.tp], sampling))
+            for rank in range(self.pool.world_size)
+        ]
+        answers = self.pool.wait(futures)
+        return [group for rank in range(0, len(answers), self.tp) for group in answers[rank]]
+
+    def sleep(self) -> None:
+        """Free the engine's weights and cache, where the device can."""
+        call_all(self.pool, "rollout", "sleep")
+
+    def sync(self, version: int) -> list[SyncStats]:
+        """Bring the actor's weights into the engine under a version; gives each rank's traffic."""
+        return call_all(self.pool, "rollout", "sync", version)

@@ -1,0 +1,87 @@
+"""All roles of one rank, and the call that reaches them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.config.schema import MegatronConfig
+from mrl.workers.specs import JobSpec, RoleSpec
+
+
+class WorkerHost:
+    """One rank's roles on one device."""
+
+    def __init__(self, spec: JobSpec, store: dist.Store) -> None:
+        """Join the ranks that meet at `store` and build the roles.
+
+        RANK, LOCAL_RANK and WORLD_SIZE come from the environment.
+        """
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.device = _device(spec.device)
+        self._join(spec, store)
+        # The engine comes first: it measures the memory that is free for it.
+        self._roles: dict[str, Any] = {}
+        engine = None
+        if spec.rollout is not None:
+            from mrl.workers.rollout import build_engine
+
+            engine = build_engine(spec.rollout, self.device)
+        self._build_megatron(spec)
+        if engine is not None:
+            from mrl.workers.rollout import Rollout
+
+            self._roles["rollout"] = Rollout(engine, self._roles["actor"].engine, spec.rollout)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        """Run a role's method on this rank."""
+        return getattr(self._roles[role], method)(*args)
+
+    def close(self) -> None:
+        """Leave the job."""
+        if "rollout" in self._roles:
+            self._roles["rollout"].close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _join(self, spec: JobSpec, store: dist.Store) -> None:
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=spec.timeout_s)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+
+    def _build_megatron(self, spec: JobSpec) -> None:
+        from mrl.workers.actor import Actor
+        from mrl.workers.critic import Critic
+        from mrl.workers.megatron.engine import MegatronEngine
+        from mrl.workers.megatron.groups import ParallelGroups
+        from mrl.workers.reference import Reference
+
+        made: dict[MegatronConfig, ParallelGroups] = {}  # roles of one layout share their groups
+
+        def engine(role: RoleSpec) -> MegatronEngine:
+            if role.layout not in made:
+                made[role.layout] = ParallelGroups(role.layout, spec.seed)
+            return MegatronEngine(role, made[role.layout], self.device)
+
+        self._roles["actor"] = Actor(engine(spec.actor), spec.policy_loss)
+        if spec.critic is not None:
+            self._roles["critic"] = Critic(engine(spec.critic), spec.cliprange_value)
+        if spec.ref is not None:
+            self._roles["ref"] = Reference(engine(spec.ref))
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    # Ranks share the cores; a rank's share is set by the launcher.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return torch.device("cpu")

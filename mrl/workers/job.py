@@ -1,0 +1,163 @@
+"""From a config to running roles: who is in the job, and by which launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mrl.config import Config, RunPlan
+from mrl.config.plan import spread
+from mrl.config.roles import role_settings
+from mrl.resharding.families import ModelShape
+from mrl.types import Batching
+from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup
+from mrl.workers.specs import JobSpec, PolicyLossSpec, RoleSpec, RolloutSpec
+from mrl.workers.spmd import SpawnedPool, run_under_launcher
+
+Control = Callable[[RankPool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The groups that the trainer speaks to; a role that is None is not in the job."""
+
+    actor: TrainGroup
+    critic: TrainGroup | None
+    ref: TrainGroup | None
+    rollout: RolloutGroup
+
+
+def device_of(config: Config) -> str:
+    """Resolve trainer.device: `cuda` where there is one, unless the config says otherwise."""
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def job_spec(config: Config, plan: RunPlan, total_steps: int, with_rollout: bool = True) -> JobSpec:
+    """Cut what each rank needs out of the config; `total_steps` are the trainer's."""
+    actor = config.actor
+    rollout = RolloutSpec(
+        config=config.rollout,
+        path=config.model.path,
+        max_model_len=plan.max_model_len,
+        trust_remote_code=config.model.trust_remote_code,
+        resharding=config.resharding,
+    )
+    return JobSpec(
+        actor=_role(config, plan, "actor", total_steps),
+        policy_loss=PolicyLossSpec(
+            clip_low=plan.clip_ratio_low,
+            clip_high=plan.clip_ratio_high,
+            clip_c=actor.clip_ratio_c,
+            entropy_coeff=actor.entropy_coeff,
+            kl_loss_coef=actor.kl_loss_coef,
+            kl_loss_type=actor.kl_loss_type,
+        ),
+        critic=_enabled(config, plan, "critic", total_steps) if with_rollout else None,
+        cliprange_value=config.critic.cliprange_value,
+        ref=_enabled(config, plan, "ref", total_steps) if with_rollout else None,
+        rollout=rollout if with_rollout else None,
+        device=device_of(config),
+        seed=config.trainer.seed,
+        timeout_s=config.trainer.fault_timeout_s,
+    )
+
+
+def _enabled(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpec | None:
+    return _role(config, plan, name, total_steps) if plan.roles[name].enabled else None
+
+
+def _role(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpec:
+    optim = {"actor": config.actor.optim, "critic": config.critic.optim, "ref": None}[name]
+    return RoleSpec(
+        name=name,
+        path=plan.roles[name].model_path,
+        head="value" if name == "critic" else "lm",
+        layout=role_settings(config, name).megatron,
+        optim=optim,
+        total_steps=total_steps * plan.roles[name].optimizer_steps,
+        temperature=config.rollout.temperature,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def roles_on(pool: RankPool, config: Config, plan: RunPlan) -> Roles:
+    """Make the groups of a running job."""
+    shape = ModelShape.from_folder(Path(config.model.path))
+
+    def group(name: str) -> TrainGroup:
+        role = plan.roles[name]
+        return TrainGroup(
+            pool,
+            name,
+            MegatronRanks(role.layout.tp, role.layout.cp, role.dp),
+            _batching(role.micro_batch_size, role.max_token_len),
+            _batching(role.log_prob_micro_batch_size, role.log_prob_max_token_len),
+            shape.hidden_size,
+            balanced=config.trainer.balance_batch,
+        )
+
+    return Roles(
+        actor=group("actor"),
+        critic=group("critic") if plan.roles["critic"].enabled else None,
+        ref=group("ref") if plan.roles["ref"].enabled else None,
+        rollout=RolloutGroup(pool, plan.rollout_tp, spread),
+    )
+
+
+def _batching(micro_batch_size: int | None, max_tokens: int | None) -> Batching:
+    return Batching(micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+
+
+def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> None:
+    """Start the ranks by `trainer.launcher`, run `control(pool)` beside them, and end them.
+
+    Under torchrun or srun (RANK is set) this process is a rank: `control` runs on rank 0 only.
+    Raises WorkerError with the first cause when a rank fails, ValueError when the launcher's
+    ranks are not those of the config.
+    """
+    if config.trainer.launcher == "ray":
+        from mrl.workers.ray import RayPool  # ray is optional
+
+        ray_pool = RayPool(plan.world_size, spec)
+        try:
+            control(ray_pool)
+        finally:
+            ray_pool.close()
+    elif "RANK" in os.environ:
+        _run_launched(plan, spec, control)
+    else:
+        if config.trainer.nnodes > 1:
+            raise ValueError(
+                f"trainer.nnodes is {config.trainer.nnodes}: start every node with torchrun "
+                "(launch/torchrun.sh), or use trainer.launcher=ray"
+            )
+        logs = Path(config.trainer.default_local_dir) / "logs"
+        pool = SpawnedPool(plan.world_size, spec, logs)
+        try:
+            control(pool)
+        finally:
+            pool.close()
+
+
+def _run_launched(plan: RunPlan, spec: JobSpec, control: Control) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != plan.world_size:
+        raise ValueError(
+            f"the launcher started {world_size} ranks (WORLD_SIZE), the config asks for "
+            f"{plan.world_size} (trainer.nnodes * trainer.n_gpus_per_node): make them equal"
+        )
+
+    def run(make_pool: Callable[[JobSpec], RankPool]) -> None:
+        pool = make_pool(spec)
+        try:
+            control(pool)
+        finally:
+            pool.close()
+
+    run_under_launcher(run)

@@ -1,0 +1,1 @@
+"""Megatron-Core roles: the only package that imports megatron."""

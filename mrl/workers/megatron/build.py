@@ -1,0 +1,183 @@
+"""Megatron models from a Hugging Face shape: the one file that knows Megatron's model classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from mrl.config.schema import MegatronConfig
+from mrl.resharding.families import ModelShape
+from mrl.workers.megatron.attention import PackedAttention, Rotary
+from mrl.workers.megatron.groups import ParallelGroups
+from mrl.workers.megatron.heads import ValueHead
+
+# Rows of each vocabulary shard come in sixteens: what the tensor cores like, and no more.
+_VOCAB_SHARD_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Where and in which dtype a role computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    transformer_impl: str  # local | transformer_engine
+
+    @staticmethod
+    def of(layout: MegatronConfig, device: torch.device) -> Precision:
+        """Resolve the `auto` settings for a device.
+
+        Raises ValueError when Transformer Engine is asked for and cannot be had.
+        """
+        on_gpu = device.type == "cuda"
+        dtype = layout.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+        impl = layout.transformer_impl
+        if impl == "auto":
+            impl = "transformer_engine" if on_gpu and has_te else "local"
+        if impl == "transformer_engine" and not (on_gpu and has_te):
+            missing = "is not installed" if on_gpu else "needs a GPU"
+            raise ValueError(
+                f"megatron.transformer_impl=transformer_engine: Transformer Engine {missing}; "
+                "use transformer_impl=local"
+            )
+        return Precision(device, getattr(torch, dtype), impl)
+
+
+class SequenceParallelRMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019) that sequence parallelism accepts.
+
+    Megatron's own torch norm refuses sequence parallelism; its weight only needs the mark that
+    makes Megatron sum its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x [..., h] in float32."""
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * scale).to(x.dtype)
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Round the vocabulary up so that every shard has the same rows."""
+    multiple = _VOCAB_SHARD_MULTIPLE * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(
+    shape: ModelShape, layout: MegatronConfig, precision: Precision
+) -> TransformerConfig:
+    """Translate a shape and a layout into Megatron's config; dropout is off, as in the source."""
+    on_gpu = precision.device.type == "cuda"
+    uses_te = precision.transformer_impl == "transformer_engine"
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=layout.sequence_parallel and tp > 1,
+        variable_seq_lengths=pp > 1,  # packed rows differ in length
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, MoE or not
+        params_dtype=precision.dtype,
+        pipeline_dtype=precision.dtype,
+        bf16=precision.dtype == torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,  # every weight is loaded
+        # Losses arrive with the global denominator in them: Megatron must not divide again.
+        calculate_per_token_loss=True,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=uses_te,
+        apply_rope_fusion=uses_te,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _layers(config: TransformerConfig, impl: str) -> ModuleSpec | TransformerBlockSubmodules:
+    if impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_submodules(normalization="RMSNorm")
+    layer.input_layernorm = SequenceParallelRMSNorm
+    layer.pre_mlp_layernorm = SequenceParallelRMSNorm
+    layer.self_attention.submodules.core_attention = PackedAttention
+    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=SequenceParallelRMSNorm
+    )
+
+
+def build_model(
+    shape: ModelShape,
+    layout: MegatronConfig,
+    precision: Precision,
+    groups: ParallelGroups,
+    rotary: Rotary,
+    head: str,
+) -> GPTModel:
+    """Build this rank's part of a model with an `lm` or a `value` head, weights not yet loaded.
+
+    Call inside `groups.active()`.
+    """
+    config = transformer_config(shape, layout, precision)
+    uses_te = precision.transformer_impl == "transformer_engine"
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layers(config, precision.transformer_impl),
+        vocab_size=padded_vocab(shape.vocab_size, groups.tp),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
+        # our attention rotates by position itself; Transformer Engine's takes Megatron's tables
+        position_embedding_type="rope" if uses_te else "none",
+    )
+    if uses_te:
+        model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(precision.device)
+    if head == "value" and groups.is_last_stage:
+        model.output_layer = ValueHead(
+            shape.hidden_size, config.sequence_parallel, precision.device
+        )
+    return model.to(precision.device)

@@ -1,0 +1,104 @@
+"""A role's weights: their layout over the ranks, loading from files, export to files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mrl.resharding.families import ModelShape
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.hf_files import HFWriter, load_into
+from mrl.resharding.layout import Layout
+from mrl.resharding.megatron import MegatronLayout
+from mrl.resharding.planner import plan
+from mrl.resharding.transports import Distributed
+from mrl.workers.megatron.build import Precision, padded_vocab
+from mrl.workers.megatron.groups import ParallelGroups
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+_HEAD_PARAM = "output_layer.weight"
+
+
+class Weights:
+    """The weights of one role, seen by all its ranks together."""
+
+    def __init__(
+        self,
+        module: GPTModel,
+        shape: ModelShape,
+        precision: Precision,
+        groups: ParallelGroups,
+        head: str,
+    ) -> None:
+        """Describe the weights of a built model; every rank of the job takes part."""
+        self.module, self.shape, self.head = module, shape, head
+        self.rank = dist.get_rank()
+        self.layout: Layout = MegatronLayout(
+            shape,
+            tp=groups.tp,
+            pp=groups.pp,
+            dp=groups.dp,
+            cp=groups.cp,
+            padded_vocab=padded_vocab(shape.vocab_size, groups.tp),
+            transformer_impl=precision.transformer_impl,
+            layers_of_stage=_layers_of_stage(module, groups),
+            has_lm_head=head == "lm",
+            dtype=str(precision.dtype).removeprefix("torch."),
+        ).layout()
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Give this rank's parameters that a checkpoint knows, by Megatron's names."""
+        params = dict(self.module.named_parameters())
+        if self.head == "value":
+            params.pop(_HEAD_PARAM, None)
+        return params
+
+    def load(self, folder: Path) -> None:
+        """Fill the parameters from a Hugging Face folder, reading only this rank's slices.
+
+        A value head that the folder does not hold starts at zero.
+        """
+        source = hf_layout(folder, self.shape, has_lm_head=self.head == "lm")
+        load_into(folder, plan(source, self.layout), self.rank, self.params())
+        weight = self._value_head()
+        if weight is not None and (folder / VALUE_HEAD_FILE).exists():
+            stored = load_file(folder / VALUE_HEAD_FILE)
+            with torch.no_grad():
+                weight.copy_(stored["weight"])
+
+    def export(self, folder: Path, source: Path) -> None:
+        """Write a Hugging Face folder in the parameters' dtype; all ranks take part.
+
+        `source` gives config.json and the tokenizer.
+        """
+        dtype = next(iter(self.layout.tensors.values())).dtype
+        writer = HFWriter(
+            folder, source, self.layout, self.rank, self.params(), Distributed(), dtype=dtype
+        )
+        writer.write()
+        weight = self._value_head()
+        # every rank of the last stage holds the same head: the first of the stage writes it
+        holders: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(holders, weight is not None)
+        if weight is not None and self.rank == holders.index(True):
+            save_file({"weight": weight.detach().cpu()}, folder / VALUE_HEAD_FILE)
+        dist.barrier()
+
+    def _value_head(self) -> Tensor | None:
+        if self.head != "value":
+            return None
+        return dict(self.module.named_parameters()).get(_HEAD_PARAM)
+
+
+def _layers_of_stage(module: GPTModel, groups: ParallelGroups) -> tuple[tuple[int, ...], ...]:
+    """Read the global layer numbers of every stage from the live modules."""
+    own = tuple(layer.layer_number - 1 for layer in module.decoder.layers)
+    stages: list[tuple[int, ...]] = [()] * groups.pp
+    dist.all_gather_object(stages, own, group=groups.collection.pp)
+    return tuple(stages)

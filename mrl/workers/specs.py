@@ -1,0 +1,59 @@
+"""What ranks are told when a job starts: plain data, cut from the config by the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.schema import MegatronConfig, OptimConfig, ReshardingConfig, RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """One Megatron role."""
+
+    name: str  # actor | critic | ref
+    path: str  # Hugging Face folder
+    head: str  # lm | value
+    layout: MegatronConfig
+    optim: OptimConfig | None  # None: frozen
+    total_steps: int  # optimizer steps of the whole run, for the schedule
+    temperature: float
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossSpec:
+    """The resolved settings of the policy loss."""
+
+    clip_low: float
+    clip_high: float
+    clip_c: float
+    entropy_coeff: float
+    kl_loss_coef: float
+    kl_loss_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """The engine of a rank."""
+
+    config: RolloutConfig
+    path: str
+    max_model_len: int
+    trust_remote_code: bool
+    resharding: ReshardingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """Everything a rank holds; the same on all ranks. Roles that are None are not in the job."""
+
+    actor: RoleSpec
+    policy_loss: PolicyLossSpec
+    critic: RoleSpec | None
+    cliprange_value: float
+    ref: RoleSpec | None
+    rollout: RolloutSpec | None
+    device: str  # cpu | cuda
+    seed: int
+    timeout_s: float

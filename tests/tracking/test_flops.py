@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mrl.tracking.flops import ModelShape, forward_flops, mfu, peak_flops, training_flops
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    output_size=160,
+)
+
+
+def attention_part(shape: ModelShape, lengths: list[int]) -> float:
+    """What remains when the same tokens are sequences of one: the rest is linear in tokens."""
+    ones = [1] * sum(lengths)
+    return forward_flops(shape, lengths) - forward_flops(shape, ones)
+
+
+def test_attention_grows_with_the_sum_of_squared_lengths():
+    packed, whole = attention_part(SHAPE, [1000, 1000, 2000]), attention_part(SHAPE, [4000])
+    assert packed / whole == pytest.approx((6e6 - 4000) / (16e6 - 4000))
+    assert packed == 2 * 4 * 64 * (6e6 - 4000) / 2
+
+
+def test_key_and_value_projections_count_their_own_heads():
+    few = dataclasses.replace(SHAPE, num_attention_heads=32, num_key_value_heads=8)
+    all_heads = dataclasses.replace(few, num_key_value_heads=32)
+    per_head = 2 * SHAPE.num_layers * 2 * SHAPE.hidden_size * SHAPE.head_dim
+    assert forward_flops(all_heads, [1]) - forward_flops(few, [1]) == 24 * per_head
+
+
+def test_the_count_is_that_of_the_real_model():
+    config = Qwen2Config(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = Qwen2ForCausalLM(config)
+    length = 32
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64))
+    # Eager attention computes the masked half as well; mrl counts the causal half alone.
+    masked_half = 2 * 4 * 64 * length**2 / 2
+    rotary = 2 * length * 8  # the frequency table's outer product
+    expected = counter.get_total_flops() - masked_half
+    assert forward_flops(SHAPE, [length]) == pytest.approx(expected, abs=rotary)
+
+
+def test_a_value_head_has_one_output():
+    critic = dataclasses.replace(SHAPE, output_size=1)
+    assert forward_flops(SHAPE, [3]) - forward_flops(critic, [3]) == 3 * 2 * 64 * 159
+
+
+def test_only_the_active_experts_count():
+    moe = dataclasses.replace(SHAPE, num_experts=8, experts_per_token=2)
+    mlp, router = 2 * 2 * 3 * 64 * 96, 2 * 2 * 64 * 8
+    assert forward_flops(moe, [1]) - forward_flops(SHAPE, [1]) == mlp + router
+
+
+def test_training_is_three_forward_passes_whatever_is_recomputed():
+    assert training_flops(SHAPE, [5, 7]) == 3 * forward_flops(SHAPE, [5, 7])
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("x86_64", None),
+    ],
+)
+def test_peaks_are_found_by_device_name(name: str, peak: float | None):
+    assert peak_flops(name) == peak
+
+
+def test_mfu_is_the_share_of_all_gpus_peak_and_absent_on_a_cpu():
+    assert mfu(4e14, 2.0, 2, 1e15) == pytest.approx(0.1)
+    assert mfu(4e14, 2.0, 2, None) is None

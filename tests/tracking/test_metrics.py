@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from mrl.tracking.metrics import ScoredBatch, seqlen_metrics, summarise_batch
+from mrl.types import Ragged, Score
+
+
+def ragged(*rows: list) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row) for row in rows])
+
+
+MASK = ragged([True, True, False], [True], [True, True])
+ZEROS = MASK.with_values(torch.zeros(6))
+BATCH = ScoredBatch(
+    uids=("a", "b", "a"),
+    scores=(Score(1.0, "ok", extra={"format": 0.5}), Score(None, "timeout"), Score(0.0, "ok")),
+    prompt_lengths=(4, 8, 3),
+    max_prompt_length=8,
+    truncated=(True, False, False),
+    mask=MASK,
+    rollout_log_probs=ZEROS,
+    old_log_probs=ZEROS,
+    token_rewards=ragged([0.0, 1.0, math.nan], [0.0], [-0.25, -0.25]),
+    advantages=ragged([2.0, 2.0, math.nan], [0.0], [-1.0, -1.0]),
+    returns=ragged([1.0, 1.0, math.nan], [9.0], [0.0, 0.0]),
+)
+
+
+def test_names_are_those_of_verl():
+    batch = dataclasses.replace(BATCH, values=BATCH.returns)
+    names = set(summarise_batch(batch))
+    for name in ("score", "rewards", "advantages", "returns", "values"):
+        assert {f"critic/{name}/{kind}" for kind in ("mean", "max", "min")} <= names
+    for name in ("response_length", "prompt_length"):
+        assert {f"{name}/{kind}" for kind in ("mean", "max", "min", "clip_ratio")} <= names
+    assert {"training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"} <= names
+
+
+def test_statistics_skip_unscored_rows_and_masked_tokens():
+    metrics = summarise_batch(BATCH)
+    assert metrics["critic/score/mean"] == 0.5
+    assert metrics["critic/rewards/mean"] == 0.25
+    assert metrics["critic/rewards/min"] == -0.5
+    assert metrics["critic/advantages/mean"] == 0.5
+    assert metrics["critic/returns/max"] == 1.0
+    assert "critic/values/mean" not in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_lengths_and_cut_responses():
+    metrics = summarise_batch(BATCH)
+    assert metrics["response_length/mean"] == 2.0
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert metrics["prompt_length/max"] == 8.0
+    assert metrics["prompt_length/clip_ratio"] == pytest.approx(1 / 3)
+
+
+def test_unscored_samples_are_counted_by_cause():
+    scores = (Score(None, "timeout"), Score(None, "error"), Score(math.nan, "ok"))
+    metrics = summarise_batch(dataclasses.replace(BATCH, scores=scores))
+    assert metrics["reward/timeouts"] == 1
+    assert metrics["reward/errors"] == 1
+    assert metrics["reward/unscored"] == 3
+    assert "critic/score/mean" not in metrics
+
+
+def test_further_reward_numbers_are_averaged_over_those_that_have_them():
+    assert summarise_batch(BATCH)["reward/format/mean"] == 0.5
+
+
+def test_group_sizes_are_shown():
+    metrics = summarise_batch(BATCH)
+    assert (metrics["group/size/max"], metrics["group/size/min"]) == (2.0, 0.0)
+    assert metrics["group/zero_variance_ratio"] == 0.5
+
+
+def test_engine_log_probs_of_a_truncated_distribution_show_their_bias():
+    # p = [.5, .3, .2], top_p .8: the engine renormalises token 0 to .5 / .8
+    engine = MASK.with_values(torch.full((6,), math.log(0.5 / 0.8)))
+    trainer = MASK.with_values(torch.full((6,), math.log(0.5)))
+    metrics = summarise_batch(
+        dataclasses.replace(BATCH, rollout_log_probs=engine, old_log_probs=trainer)
+    )
+    assert engine.values[0].item() == pytest.approx(-0.4700, abs=1e-4)
+    assert metrics["training/rollout_log_probs_diff_mean"] == pytest.approx(0.2231, abs=1e-4)
+    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.2231, abs=1e-4)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.125, abs=1e-6)
+
+
+def test_explained_variance_is_one_for_a_perfect_critic():
+    metrics = summarise_batch(dataclasses.replace(BATCH, values=BATCH.returns))
+    assert metrics["critic/vf_explained_var"] == 1.0
+
+
+def test_token_balance_is_shown_before_and_after():
+    assert seqlen_metrics([9, 8, 1, 2], [[0, 2], [1, 3]]) == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 17,
+        "global_seqlen/minmax_diff": 14,
+        "global_seqlen/balanced_min": 10,
+        "global_seqlen/balanced_max": 10,
+        "global_seqlen/mean": 10,
+    }

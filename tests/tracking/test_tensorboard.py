@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mrl.tracking.tensorboard import TensorBoard
+
+
+def read(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_after_resuming_every_step_has_one_value(tmp_path: Path):
+    with TensorBoard(tmp_path, purge_step=None) as board:
+        for step in range(1, 8):
+            board.scalars(step, {"actor/pg_loss": 1.0})
+    with TensorBoard(tmp_path, purge_step=6) as board:
+        for step in range(6, 10):
+            board.scalars(step, {"actor/pg_loss": 2.0})
+    values = [(e.step, e.value) for e in read(tmp_path).Scalars("actor/pg_loss")]
+    assert values == [(step, 1.0 if step < 6 else 2.0) for step in range(1, 10)]
+
+
+def test_one_writer_makes_one_file(tmp_path: Path):
+    with TensorBoard(tmp_path, purge_step=None) as board:
+        board.scalars(1, {"a": 1.0, "b/c": 2.0})
+        board.text(1, "config", "x: 1")
+    assert len(list(tmp_path.rglob("events.*"))) == 1
+
+
+def test_values_are_readable_before_the_run_ends(tmp_path: Path):
+    with TensorBoard(tmp_path, purge_step=None) as board:
+        board.scalars(1, {"a": 1.0})
+        assert [e.value for e in read(tmp_path).Scalars("a")] == [1.0]
+
+
+def test_a_table_survives_bars_tags_and_line_breaks(tmp_path: Path):
+    with TensorBoard(tmp_path, purge_step=None) as board:
+        board.table(3, "val/generations", ["input", "score"], [["a|b\n<i>c", 1.0]])
+    (event,) = read(tmp_path).Tensors("val/generations/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3
+    assert text.splitlines() == [
+        "| input | score |",
+        "| --- | --- |",
+        "| a&#124;b<br>&lt;i>c | 1.0 |",
+    ]
