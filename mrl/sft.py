@@ -11,7 +11,14 @@ from mrl.algorithms.reductions import reduced
 from mrl.batching.experience import supervised_batch
 from mrl.checkpoint.folder import CheckpointFolder
 from mrl.checkpoint.state import TrainerState, is_due
-from mrl.config import Config, ConfigError, build_plan, check_config, check_trainable, training_steps
+from mrl.config import (
+    Config,
+    ConfigError,
+    build_plan,
+    check_config,
+    check_trainable,
+    training_steps,
+)
 from mrl.data import SFTDataset
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics

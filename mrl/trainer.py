@@ -10,7 +10,7 @@ actor and critic. GRPO and RLOO are the same step without a critic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mrl.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
@@ -21,13 +21,22 @@ from mrl.algorithms.token_rewards import score_tensors, token_rewards
 from mrl.batching.experience import Experience, Splits, collect, policy_batches, value_batches
 from mrl.checkpoint.folder import CheckpointFolder
 from mrl.checkpoint.state import TrainerState, is_due
-from mrl.config import Config, ConfigError, build_plan, check_config, check_trainable, training_steps
+from mrl.config import (
+    Config,
+    ConfigError,
+    build_plan,
+    check_config,
+    check_trainable,
+    training_steps,
+)
 from mrl.data import PromptStream, RLHFDataset, StreamState
+from mrl.rewards.registry import known_sources
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
+from mrl.tracking.rates import Rates, memory_metrics, sync_metrics
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.rollouts import rollout_rows
-from mrl.tracking.timers import Timers, throughput_metrics
+from mrl.tracking.timers import Timers
 from mrl.types import Prompt, Ragged, Sample, SamplingParams, Score
 from mrl.validation import Validator, score_item
 from mrl.workers.group import RankPool
@@ -58,6 +67,9 @@ class RayPPOTrainer:
         if val_dataset is None and data.val_files:
             val_dataset = RLHFDataset(data.val_files, tokenizer, data)
         self.val_dataset = val_dataset
+        for dataset in filter(None, (self.dataset, val_dataset)):
+            custom = config.reward.custom_reward_function.path
+            dataset.check_rewards(known_sources(), has_custom=custom is not None)
         self.stream = PromptStream(self.dataset, data.train_batch_size, data.shuffle, data.seed)
         self.total_steps = training_steps(config, len(self.dataset))
         self.checkpoints = CheckpointFolder(
@@ -79,8 +91,9 @@ class RayPPOTrainer:
         state = self._resume(roles)
         reward = self.config.reward
         with (
-            RewardRunner(reward.custom_reward_function, reward.num_workers, reward.timeout_s)
-            as scorer,
+            RewardRunner(
+                reward.custom_reward_function, reward.num_workers, reward.timeout_s
+            ) as scorer,
             Recorder(self.config, self.plan, last_step, state.global_step) as recorder,
         ):
             _Run(self, roles, scorer, recorder, state, last_step).loop()
@@ -123,6 +136,7 @@ class _Run:
         self.scorer, self.recorder = scorer, recorder
         self.state, self.last_step = state, last_step
         self.kl = kl_controller(self.config.algorithm.kl_ctrl).with_coef(state.kl_coef)
+        self.rates = Rates(self.config, self.plan, roles.ranks)
         self.validator = Validator(
             self.config, self.plan, trainer.val_dataset, roles.rollout, scorer, recorder
         )
@@ -148,7 +162,7 @@ class _Run:
         prompts = self.stream.next_batch()
         with timer("gen"):
             groups = roles.rollout.generate(prompts, self._sampling(step))
-            roles.rollout.sleep()
+            memory = roles.rollout.sleep()
         batch = collect(groups)
         with timer("reward"):
             scores = self._score(prompts, batch.samples)
@@ -162,49 +176,41 @@ class _Run:
             rewards, found = self._advantages(batch, scores, old_log_probs, ref_log_probs, values)
             live = loss_mask(batch.mask, score_tensors(scores)[1])
         updates: dict[str, float] = {}
-        if roles.critic is not None and values is not None:
-            with timer("update_critic"):
+        with timer("update_critic"):
+            if values is not None:
                 updates |= self._update_critic(batch, live, values, found.returns)
-        if step > self.config.trainer.critic_warmup:
-            with timer("update_actor"):
+        with timer("update_actor"):
+            if step > self.config.trainer.critic_warmup:
                 updates |= self._update_actor(
                     step, batch, live, old_log_probs, found.advantages, ref_log_probs
                 )
         with timer("reshard"):
             traffic = roles.rollout.sync(step)
-        self.state = TrainerState(
-            step, step, self.state.seed, asdict(self.stream.state()), self.kl.coef,
-            self.state.best_metric, self.state.best_step,
+        self.state = replace(
+            self.state, global_step=step, policy_version=step,
+            stream=asdict(self.stream.state()), kl_coef=self.kl.coef,
         )  # fmt: skip
         with timer("testing"):
             validation = self._validate(step)
         with timer("save_checkpoint"):
             self._save(step)
-        scored = ScoredBatch(
-            batch.uids, scores,
-            tuple(len(s.prompt_ids) for s in batch.samples), self.config.data.max_prompt_length,
-            tuple(s.finish_reason == "length" for s in batch.samples),
-            batch.mask, batch.rollout_log_probs, old_log_probs, rewards,
-            found.advantages, found.returns, values,
-        )  # fmt: skip
         self.recorder.rollouts(
             "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
         )
-        timings = timer.metrics()
+        scored = ScoredBatch.of(
+            batch, self.config.data.max_prompt_length, scores, old_log_probs, rewards,
+            found.advantages, found.returns, values,
+        )  # fmt: skip
         self.recorder.step(step, {
             **summarise_batch(scored),
             "actor/entropy": float(entropies.values.mean()),
             "actor/reward_kl_penalty_coeff": self.kl.coef,
             **updates,
-            "reshard/bytes_moved": sum(rank.bytes_moved for rank in traffic),
-            "reshard/bytes_floor": sum(rank.bytes_floor for rank in traffic),
-            "reshard/seconds": max(rank.seconds for rank in traffic),
+            **sync_metrics(traffic),
+            **memory_metrics(memory),
             "training/global_step": step,
             "training/epoch": self.stream.epoch,
-            **timings,
-            **throughput_metrics(
-                timings, batch.num_tokens, len(batch.mask.values), self.plan.world_size
-            ),
+            **self.rates(timer.metrics(), batch),
             **validation,
         })  # fmt: skip
 

@@ -23,10 +23,9 @@ class Ragged:
     lengths: Tensor  # [N] int64, sums to T
 
     def __post_init__(self) -> None:
-        if int(self.lengths.sum()) != self.values.shape[0]:
-            raise ValueError(
-                f"ragged lengths sum to {int(self.lengths.sum())}, values hold {self.values.shape[0]}"
-            )
+        total, held = int(self.lengths.sum()), self.values.shape[0]
+        if total != held:
+            raise ValueError(f"ragged lengths sum to {total}, values hold {held}")
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor]) -> Ragged:

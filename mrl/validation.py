@@ -51,7 +51,9 @@ class Validator:
             groups = self.rollout.generate(prompts, self.sampling)
             samples = [sample for group in groups for sample in group]
             by_uid = {prompt.uid: prompt for prompt in prompts}
-            scores = self.scorer.score([score_item(by_uid[sample.uid], sample) for sample in samples])
+            scores = self.scorer.score(
+                [score_item(by_uid[sample.uid], sample) for sample in samples]
+            )
             rows += rollout_rows(step, by_uid, samples, scores)
             for sample, score in zip(samples, scores, strict=True):
                 name, value = _result(score)

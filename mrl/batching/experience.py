@@ -107,9 +107,7 @@ def supervised_batch(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) ->
     mask = full_mask(lengths)
     nothing = Ragged(torch.zeros(int(lengths.sum())), lengths)
     weights = token_weights(mask, "token-mean", *loss_counts(mask))
-    return PolicyBatch(
-        Sequences(Ragged.from_rows(rows), lengths), nothing, nothing, weights, None
-    )
+    return PolicyBatch(Sequences(Ragged.from_rows(rows), lengths), nothing, nothing, weights, None)
 
 
 def _batches[B](

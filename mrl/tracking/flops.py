@@ -7,33 +7,17 @@ are not counted, attention is causal and per sequence, and the embedding lookup 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a gated decoder that its FLOPs depend on."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int  # of the dense MLP, or of one expert
-    output_size: int  # vocabulary, or 1 for a value head
-    num_experts: int = 0  # 0: dense
-    experts_per_token: int = 1
+from mrl.resharding.families import ModelShape
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Count the FLOPs of one forward pass over sequences of these lengths."""
-    hidden, width = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv_width = shape.num_key_value_heads * shape.head_dim
+    hidden, width = shape.hidden_size, shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
     attention_weights = hidden * (width + 2 * kv_width) + width * hidden
-    mlp_weights = 3 * hidden * shape.intermediate_size * shape.experts_per_token
-    router_weights = hidden * shape.num_experts
-    layer = attention_weights + mlp_weights + router_weights
-    per_token = 2 * (shape.num_layers * layer + hidden * shape.output_size)
+    layer = attention_weights + 3 * hidden * shape.ffn_size
+    per_token = 2 * (shape.num_layers * layer + hidden * shape.vocab_size)
     # Scores and their product with values: 2 * 2 FLOPs a pair and channel, half the pairs.
     pairs = sum(length**2 for length in lengths) / 2
     return float(per_token * sum(lengths) + shape.num_layers * 4 * width * pairs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mrl.algorithms.masks import loss_mask, masked_row_sums
 from mrl.algorithms.token_rewards import is_scored, score_tensors
+from mrl.batching.experience import Experience
 from mrl.types import Ragged, Score
 
 
@@ -34,6 +35,34 @@ class ScoredBatch:
     advantages: Ragged  # float32
     returns: Ragged  # float32
     values: Ragged | None = None  # float32
+
+    @staticmethod
+    def of(
+        experience: Experience,
+        max_prompt_length: int,
+        scores: tuple[Score, ...],
+        old_log_probs: Ragged,
+        token_rewards: Ragged,
+        advantages: Ragged,
+        returns: Ragged,
+        values: Ragged | None,
+    ) -> ScoredBatch:
+        """Join the experience of a step with what was computed on it."""
+        samples = experience.samples
+        return ScoredBatch(
+            experience.uids,
+            scores,
+            tuple(len(sample.prompt_ids) for sample in samples),
+            max_prompt_length,
+            tuple(sample.finish_reason == "length" for sample in samples),
+            experience.mask,
+            experience.rollout_log_probs,
+            old_log_probs,
+            token_rewards,
+            advantages,
+            returns,
+            values,
+        )
 
 
 def summarise_batch(batch: ScoredBatch) -> dict[str, float]:

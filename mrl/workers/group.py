@@ -69,7 +69,7 @@ class MegatronRanks:
 
 
 class TrainGroup:
-    """A Megatron role on all its ranks; rows go out by data-parallel part and come back in order."""
+    """A Megatron role on all its ranks; rows go out by part and come back in order."""
 
     def __init__(
         self,
@@ -147,7 +147,9 @@ class TrainGroup:
 class RolloutGroup:
     """The engine's replicas: groups of `tp` consecutive ranks that answer for their prompts."""
 
-    def __init__(self, pool: RankPool, tp: int, spread: Callable[[int, int], Sequence[int]]) -> None:
+    def __init__(
+        self, pool: RankPool, tp: int, spread: Callable[[int, int], Sequence[int]]
+    ) -> None:
         """`spread(total, parts)` says how many prompts each replica takes."""
         self.pool, self.tp, self.spread = pool, tp, spread
         self.replicas = pool.world_size // tp
@@ -169,9 +171,9 @@ class RolloutGroup:
         answers = self.pool.wait(futures)
         return [group for rank in range(0, len(answers), self.tp) for group in answers[rank]]
 
-    def sleep(self) -> None:
-        """Free the engine's weights and cache, where the device can."""
-        call_all(self.pool, "rollout", "sleep")
+    def sleep(self) -> list[int]:
+        """Free the engine's memory, where the device can; gives the bytes in use, 0 on a CPU."""
+        return call_all(self.pool, "rollout", "sleep")
 
     def sync(self, version: int) -> list[SyncStats]:
         """Bring the actor's weights into the engine under a version; gives each rank's traffic."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mrl.config.schema import MegatronConfig
-from mrl.workers.specs import JobSpec, RoleSpec
+from mrl.workers.specs import JobSpec, RankInfo, RoleSpec
 
 
 class WorkerHost:
@@ -26,21 +27,27 @@ class WorkerHost:
         self.device = _device(spec.device)
         self._join(spec, store)
         # The engine comes first: it measures the memory that is free for it.
-        self._roles: dict[str, Any] = {}
-        engine = None
-        if spec.rollout is not None:
-            from mrl.workers.rollout import build_engine
+        self._roles: dict[str, Any] = {"host": self}
+        if spec.rollout is None:
+            self._build_megatron(spec)
+            return
+        from mrl.workers.rollout import Rollout, build_engine
 
-            engine = build_engine(spec.rollout, self.device)
+        engine = build_engine(spec.rollout, self.device)
+        engine.sleep()
         self._build_megatron(spec)
-        if engine is not None:
-            from mrl.workers.rollout import Rollout
-
-            self._roles["rollout"] = Rollout(engine, self._roles["actor"].engine, spec.rollout)
+        self._roles["rollout"] = Rollout(engine, self._roles["actor"].engine, spec.rollout)
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        """Run a role's method on this rank."""
+        """Run a role's method on this rank; the role `host` is the rank itself."""
         return getattr(self._roles[role], method)(*args)
+
+    def describe(self) -> RankInfo:
+        """Say where this rank runs."""
+        name = "cpu"
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        return RankInfo(self.rank, socket.gethostname(), os.getpid(), str(self.device), name)
 
     def close(self) -> None:
         """Leave the job."""

@@ -14,8 +14,8 @@ from mrl.config.plan import spread
 from mrl.config.roles import role_settings
 from mrl.resharding.families import ModelShape
 from mrl.types import Batching
-from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup
-from mrl.workers.specs import JobSpec, PolicyLossSpec, RoleSpec, RolloutSpec
+from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup, call_all
+from mrl.workers.specs import JobSpec, PolicyLossSpec, RankInfo, RoleSpec, RolloutSpec
 from mrl.workers.spmd import SpawnedPool, run_under_launcher
 
 Control = Callable[[RankPool], None]
@@ -29,6 +29,7 @@ class Roles:
     critic: TrainGroup | None
     ref: TrainGroup | None
     rollout: RolloutGroup
+    ranks: tuple[RankInfo, ...]
 
 
 def device_of(config: Config) -> str:
@@ -107,6 +108,7 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan) -> Roles:
         critic=group("critic") if plan.roles["critic"].enabled else None,
         ref=group("ref") if plan.roles["ref"].enabled else None,
         rollout=RolloutGroup(pool, plan.rollout_tp, spread),
+        ranks=tuple(call_all(pool, "host", "describe")),
     )
 
 

@@ -13,8 +13,8 @@ import ray
 import torch.distributed as dist
 
 from mrl.workers.group import WorkerError
-from mrl.workers.spmd import rank_environment
 from mrl.workers.specs import JobSpec
+from mrl.workers.spmd import rank_environment
 
 _GRACE_S = 1.0  # after a first failure: time for the death that caused it to be seen
 

@@ -107,15 +107,21 @@ class Rollout:
                 groups = self.engine.generate(requests, sampling, self.version)
         return groups if self.tp_rank == 0 else None
 
-    def sleep(self) -> None:
-        """Free the engine's memory for training, if the config asks for it."""
+    def sleep(self) -> int:
+        """Free the engine's memory for training, if the config asks for it.
+
+        Gives the device memory then in use, in bytes, by all processes; 0 on a CPU.
+        """
         if self.spec.config.free_cache_engine:
             self.engine.sleep()
+        if not torch.cuda.is_available():
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
     def sync(self, version: int) -> SyncStats:
         """Write the actor's weights into the live engine as weight version `version`."""
-        if self.spec.config.free_cache_engine:
-            self.engine.wake_weights()
+        self.engine.wake_weights()
         stats = self.resharder.run()
         # A cache computed with the old weights would give wrong log-probs.
         self.engine.wake_cache()

@@ -57,3 +57,14 @@ class JobSpec:
     device: str  # cpu | cuda
     seed: int
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str  # as torch names it
+    device_name: str  # as the vendor names it; "cpu" without a GPU

@@ -7,6 +7,7 @@ Under a launcher it is a thread of rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -92,7 +93,7 @@ class SpmdPool:
         """Give all results in order, or raise the first cause as soon as one fails."""
         open_futures = set(futures)
         while open_futures:
-            done, open_futures = wait(open_futures, timeout=0.5, return_when=FIRST_EXCEPTION)
+            _done, open_futures = wait(open_futures, timeout=0.5, return_when=FIRST_EXCEPTION)
             self._raise_if_failed()
         return [future.result() for future in futures]
 
@@ -132,7 +133,8 @@ class SpmdPool:
                     future.set_result(reply.value)
         except (EOFError, OSError):
             if not self._closing:
-                text = f"rank {hello.rank} (pid {hello.pid} on {hello.host}) ended{self._calls(hello.rank)}"
+                who = f"rank {hello.rank} (pid {hello.pid} on {hello.host})"
+                text = f"{who} ended{self._calls(hello.rank)}"
                 self._fail(_Cause(hello.rank, text, died=True))
 
     def _calls(self, rank: int) -> str:
@@ -183,16 +185,12 @@ class SpawnedPool(SpmdPool):
         super().close()
         deadline = time.monotonic() + (0.0 if failed else _STOP_S)
         for child in self._children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         for child in self._children:
             # The rank leads a session of its own: whatever it started goes with it.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             child.wait()
 
     def _spawn(

@@ -80,7 +80,9 @@ def megatron_params(
         params["embedding.word_embeddings.weight"] = column(embedding)
     for local, layer in enumerate(layout.stage_layers(pp_rank)):
         hf, mine = LAYER.format(layer), f"decoder.layers.{local}."
-        norm_1 = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        norm_1 = (
+            "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        )
         norm_2 = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
         params[mine + norm_1] = values[hf + "input_layernorm.weight"].clone()
         params[mine + norm_2] = values[hf + "post_attention_layernorm.weight"].clone()
@@ -147,11 +149,11 @@ def vllm_params(
 
 
 def vllm_pieces(shape: ModelShape, tp: int, tp_rank: int, rank: int) -> list[Piece]:
-    """Give vLLM's placement on one rank (vllm 0.26 layers/linear.py, vocab_parallel_embedding.py)."""
+    """Give vLLM's placement on one rank (0.26, linear.py and vocab_parallel_embedding.py)."""
     hd, heads = shape.head_dim, shape.num_heads // tp
     kv_heads = max(1, shape.num_kv_heads // tp)
-    kv_first = tp_rank * kv_heads if shape.num_kv_heads >= tp else (
-        tp_rank // (tp // shape.num_kv_heads)
+    kv_first = (
+        tp_rank * kv_heads if shape.num_kv_heads >= tp else (tp_rank // (tp // shape.num_kv_heads))
     )
     ffn, vocab = shape.ffn_size // tp, vllm_vocab(shape) // tp
     q, k = (tp_rank * heads * hd, heads * hd), (kv_first * hd, kv_heads * hd)

@@ -21,14 +21,21 @@ def hf_folder(tmp_path):
     """Save a tiny random model the way transformers does; give its folder."""
 
     def save(
-        model_type="qwen2", tied=False, vocab=13, kv_heads=2, dtype="float32", name="hf", **kwargs
+        model_type="qwen2",
+        tied=False,
+        vocab=13,
+        kv_heads=2,
+        hidden=32,
+        dtype="float32",
+        name="hf",
+        **kwargs,
     ):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(
             model_type,
-            hidden_size=32,
+            hidden_size=hidden,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=kv_heads,

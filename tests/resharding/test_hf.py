@@ -78,7 +78,7 @@ def test_a_critic_leaves_the_head_in_the_file(hf_folder):
     assert hf_layout(folder, shape, has_lm_head=False).tensors == critic.tensors()
 
 
-def test_a_folder_without_weights_is_refused(hf_folder, tmp_path):
+def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no model weights"):
         read_headers(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):

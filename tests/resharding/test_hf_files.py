@@ -103,6 +103,16 @@ def test_a_bfloat16_checkpoint_trained_in_float32_returns_unchanged(hf_folder, t
     assert_same_bits(stored(tmp_path / "out"), stored(source))
 
 
+def test_an_export_in_another_dtype_says_so(hf_folder, tmp_path):
+    source = hf_folder(dtype="bfloat16")
+    layout = MegatronLayout(ModelShape.from_folder(source), 2, 1, 1, 16, dtype="float32")
+    values = {name: value.float() for name, value in stored(source).items()}
+    params = {rank: megatron_params(layout, values, rank) for rank in range(2)}
+    export(tmp_path / "out", source, layout, params, dtype="float32")
+    assert_same_bits(stored(tmp_path / "out"), values)
+    assert ModelShape.from_folder(tmp_path / "out").dtype == "float32"
+
+
 def test_both_holders_of_a_tied_embedding_are_filled(hf_folder):
     source = hf_folder(tied=True)
     params = load(source, MegatronLayout(ModelShape.from_folder(source), 1, 2, 1, 16))
@@ -124,7 +134,7 @@ def test_a_parameter_without_a_mapping_is_refused_before_anything_is_written(hf_
     layout = MegatronLayout(ModelShape.from_folder(source), 1, 1, 1, 16)
     params = like(megatron_params(layout, stored(source), 0))
     params["decoder.layers.0.self_attention.q_layernorm.weight"] = torch.zeros(8)
-    with pytest.raises(ValueError, match="q_layernorm.weight is not in the layout"):
+    with pytest.raises(ValueError, match=r"q_layernorm\.weight is not in the layout"):
         load_into(source, plan(hf_layout(source, layout.shape), layout.layout()), 0, params)
     assert params["decoder.final_layernorm.weight"].isnan().all()
 

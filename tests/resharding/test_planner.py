@@ -43,7 +43,7 @@ def test_an_element_written_twice_is_named():
             Piece("w", ((0, 2),), 1, "p", ((3, 5),)),
         ),
     )
-    with pytest.raises(ValueError, match="engine: rank 1 p is written twice: w.* overlap"):
+    with pytest.raises(ValueError, match=r"engine: rank 1 p is written twice: w.* overlap"):
         plan(rows("trainer", (0, 0, 4), count=4), dst)
 
 

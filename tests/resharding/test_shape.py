@@ -26,7 +26,12 @@ def test_every_violation_is_reported_at_once():
     }
     with pytest.raises(ValueError) as error:
         ModelShape.from_hf(config)
-    for part in ("intermediate_size", "attention_bias", "int8", "multiple of num_key_value_heads 4"):
+    for part in (
+        "intermediate_size",
+        "attention_bias",
+        "int8",
+        "multiple of num_key_value_heads 4",
+    ):
         assert part in str(error.value)
 
 

@@ -25,7 +25,11 @@ def build(steps, src_params, dst_params):
     ranks = sorted({*steps.src.ranks, *steps.dst.ranks})
     return [
         Resharder(
-            steps, rank, src_params.get(rank, {}), dst_params.get(rank, {}), InProcess(rank, mailbox)
+            steps,
+            rank,
+            src_params.get(rank, {}),
+            dst_params.get(rank, {}),
+            InProcess(rank, mailbox),
         )
         for rank in ranks
     ]
@@ -125,7 +129,9 @@ def test_the_wire_carries_the_engines_dtype():
     stats = run_together(build(steps, src_params, dst_params))
     assert_equal_bfloat16(dst_params, expected)
     in_float32 = plan(steps.src, vllm_layout(tiny_shape(), 2, 4))
-    assert [stat.bytes_moved * 2 for stat in stats] == [in_float32.received_bytes(r) for r in range(4)]
+    assert [stat.bytes_moved * 2 for stat in stats] == [
+        in_float32.received_bytes(r) for r in range(4)
+    ]
 
 
 def test_a_second_run_sends_new_values_through_the_same_memory():

@@ -180,7 +180,7 @@ def test_a_live_engine_receives_what_it_would_load_itself(
     from vllm import SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    source = hf_folder(tied=True, vocab=130)
+    source = hf_folder(tied=True, vocab=130, hidden=128)
     shape = ModelShape.from_folder(source)
     trainer = MegatronLayout(shape, 2, 2, 1, padded_vocab=256)
     engine = start_engine(source, monkeypatch)

@@ -62,7 +62,9 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _set_megatron_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+def _set_megatron_rng_state(
+    state: torch.Tensor, device: Any = -1, graph_safe: bool = False
+) -> None:
     torch.set_rng_state(state)
 
 

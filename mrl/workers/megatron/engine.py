@@ -75,7 +75,10 @@ class MegatronEngine:
     def values(self, sequences: Sequences, batching: Batching) -> Ragged | None:
         """Give values at the response tokens, float32 on the CPU; None where no answer is due."""
         outputs = self._forward(sequences, batching)
-        return _restore(*outputs, 0) if outputs is not None else None
+        if outputs is None:
+            return None
+        order, columns = outputs
+        return _restore(order, columns, 0)
 
     def train(
         self, batch: PolicyBatch | ValueBatch, batching: Batching, loss: Loss

@@ -101,7 +101,7 @@ class ValueHead(nn.Module):
     def __init__(self, hidden_size: int, sequence_parallel: bool, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
-        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = sequence_parallel
 
     def values(
         self, hidden: Tensor, index: Tensor, sequence_parallel: bool, group: dist.ProcessGroup

@@ -1,0 +1,50 @@
+"""Rates of a step: tokens a second, model FLOPs utilisation, traffic and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mrl.batching.experience import Experience
+from mrl.config import Config, RunPlan
+from mrl.resharding.families import ModelShape
+from mrl.resharding.sync import SyncStats
+from mrl.tracking.flops import mfu, peak_flops, training_flops
+from mrl.tracking.timers import throughput_metrics
+from mrl.workers.specs import RankInfo
+
+_GB = 1e9
+
+
+class Rates:
+    """Turns the timings of a step into rates, over every GPU of the job."""
+
+    def __init__(self, config: Config, plan: RunPlan, ranks: Sequence[RankInfo]) -> None:
+        self.shape = ModelShape.from_folder(Path(config.model.path))
+        self.epochs, self.ranks = config.actor.ppo_epochs, len(ranks)
+        self.peak = peak_flops(ranks[0].device_name)
+
+    def __call__(self, timings: Mapping[str, float], batch: Experience) -> dict[str, float]:
+        """Give timings, perf/throughput and, where the chip's peak is known, perf/mfu/actor."""
+        responses = len(batch.mask.values)
+        rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
+        flops = self.epochs * training_flops(self.shape, batch.sequences.tokens.lengths.tolist())
+        share = mfu(flops, timings["timing_s/update_actor"], self.ranks, self.peak)
+        if share is not None:
+            rates["perf/mfu/actor"] = share
+        return {**timings, **rates}
+
+
+def sync_metrics(traffic: Sequence[SyncStats]) -> dict[str, float]:
+    """Sum the weight transfer over the ranks; its time is that of the slowest."""
+    return {
+        "reshard/bytes_moved": sum(rank.bytes_moved for rank in traffic),
+        "reshard/bytes_floor": sum(rank.bytes_floor for rank in traffic),
+        "reshard/seconds": max(rank.seconds for rank in traffic),
+    }
+
+
+def memory_metrics(used_bytes: Sequence[int]) -> dict[str, float]:
+    """Give the device memory in use after the engine fell asleep, of the fullest rank."""
+    most = max(used_bytes)
+    return {"perf/memory_after_sleep_gb": most / _GB} if most else {}
