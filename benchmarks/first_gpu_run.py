@@ -41,6 +41,7 @@ _SHOWN = (
     "reshard/seconds",
     "actor/grad_norm",
     "actor/ppo_kl",
+    "critic/score/mean",
     "response_length/mean",
 )
 

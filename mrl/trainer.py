@@ -210,7 +210,7 @@ class _Run:
             **memory_metrics(memory),
             "training/global_step": step,
             "training/epoch": self.stream.epoch,
-            **self.rates(timer.metrics(), batch),
+            **self.rates(timer.metrics(), batch, "actor/grad_norm" in updates),
             **validation,
         })  # fmt: skip
 

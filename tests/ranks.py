@@ -16,6 +16,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -50,6 +51,7 @@ WARM_MODULES = (
     "mrl.workers.host",
     "mrl.workers.megatron.engine",
 )
+_ENTRY = "from tests.ranks import zygote; zygote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,10 @@ class Signal:
 class Ranks:
     """Source of warm ranks."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self) -> None:
         """Start the zygote; its imports go on beside the caller until ranks are asked for."""
-        self._logs, self._count, self._ready = logs, 0, False
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._logs, self._count, self._ready = Path(self._folder.name), 0, False
         self._control, theirs = Pipe()
         environment = {
             **os.environ,
@@ -85,9 +88,9 @@ class Ranks:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        with (logs / "zygote.log").open("wb") as log:
+        with (self._logs / "zygote.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
+                [sys.executable, "-c", f"{_ENTRY}({theirs.fileno()})"],
                 cwd=ROOT,
                 env=environment,
                 pass_fds=[theirs.fileno()],
@@ -126,6 +129,7 @@ class Ranks:
         """End the zygote."""
         self._control.close()
         self._process.wait()
+        self._folder.cleanup()
 
     def _wait_until_ready(self) -> None:
         if self._ready:
@@ -203,9 +207,10 @@ class ForkedPool(SpmdPool):
         return "\n".join(lines[-60:])
 
 
-def _zygote(control: Connection) -> None:
+def zygote(handle: int) -> None:
     """Import, then fork and end ranks as asked until the session is over."""
     die_with_parent()
+    control = Connection(handle)
     for name in WARM_MODULES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -281,7 +286,3 @@ def _build(spec: JobSpec | None, store: dist.Store, rank: int, world: int) -> li
     limit = timedelta(seconds=CALL_LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     return []
-
-
-if __name__ == "__main__":
-    _zygote(Connection(int(sys.argv[1])))

@@ -46,7 +46,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=512,
+        intermediate_size=576,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -24,13 +24,18 @@ class Rates:
         self.epochs, self.ranks = config.actor.ppo_epochs, len(ranks)
         self.peak = peak_flops(ranks[0].device_name)
 
-    def __call__(self, timings: Mapping[str, float], batch: Experience) -> dict[str, float]:
-        """Give timings, perf/throughput and, where the chip's peak is known, perf/mfu/actor."""
+    def __call__(
+        self, timings: Mapping[str, float], batch: Experience, updated: bool
+    ) -> dict[str, float]:
+        """Give timings, perf/throughput and, where the chip's peak is known, perf/mfu/actor.
+
+        Without an update of the actor there is no utilisation.
+        """
         responses = len(batch.mask.values)
         rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
         flops = self.epochs * training_flops(self.shape, batch.sequences.tokens.lengths.tolist())
         share = mfu(flops, timings["timing_s/update_actor"], self.ranks, self.peak)
-        if share is not None:
+        if share is not None and updated:
             rates["perf/mfu/actor"] = share
         return {**timings, **rates}
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
+    from tests.ranks import Ranks
+
+_RANKS = pytest.StashKey["Ranks"]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the ranks' imports run beside the first tests, if any test wants ranks."""
+    wanted = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly:
+        from tests.ranks import Ranks
+
+        session.config.stash[_RANKS] = Ranks()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks' source, also after an interrupt."""
+    if _RANKS in config.stash:
+        config.stash[_RANKS].close()
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Warm ranks: `ranks.run(world, function)` and `ranks.job(world, spec)`."""
+    return request.config.stash[_RANKS]
+
+
+@pytest.fixture(scope="session")
+def qwen2(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 folder: tied embeddings, biases on q, k and v."""
+    from tests.models import write_model
+
+    return ranks.run(1, write_model, folder=tmp_path_factory.mktemp("qwen2"), kind="qwen2")[0]
+
+
+@pytest.fixture(scope="session")
+def llama(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama folder: untied embeddings, no biases."""
+    from tests.models import write_model
+
+    return ranks.run(1, write_model, folder=tmp_path_factory.mktemp("llama"), kind="llama")[0]
