@@ -46,3 +46,14 @@ def llama(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import write_model
 
     return ranks.run(1, write_model, folder=tmp_path_factory.mktemp("llama"), kind="llama")[0]
+
+
+@pytest.fixture(scope="session")
+def policy(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 folder that vLLM can serve: its attention needs heads of 32 and more."""
+    from tests.models import write_model
+
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256}
+    return ranks.run(
+        1, write_model, folder=tmp_path_factory.mktemp("policy"), kind="qwen2", **shape
+    )[0]

@@ -26,7 +26,7 @@ SFT_ROWS = 1536
 TRAIN_ROWS = 1792
 HELDOUT_ROWS = 512
 _ROW_GROUP = 1024
-_MARK = "quickstart.json"  # what the folder was made with; written first, so a mix is never made
+_MARK = "quickstart.json"  # the seed; written first, so that two seeds never mix
 
 
 def _entries(seed: int) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 # What a task may hold; with pad and eos, 64 tokens, so that no tensor-parallel size needs padding.
 # Qwen2's byte-level alphabet writes space and newline so.
@@ -62,6 +63,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
 
 def save_model(folder: Path, seed: int) -> int:
     """Save tokenizer, config and random weights as a Hugging Face folder; give the parameters."""
+    logging.disable_progress_bar()
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

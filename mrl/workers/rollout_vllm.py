@@ -54,10 +54,10 @@ class VLLMEngine:
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_sleep_mode=self._sleeps,
             logprobs_mode="processed_logprobs",  # temperature applied, as the trainer does
-            skip_tokenizer_init=False,
             disable_log_stats=True,
         )
         torch.set_num_threads(threads)
+        self.tokenizer = self.llm.get_tokenizer()
         self.model = self.llm.apply_model(lambda model: model)[0]
 
     def generate(
@@ -72,24 +72,33 @@ class VLLMEngine:
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None,
             logprobs=0,  # of the sampled token alone
+            # Text token by token, and a dict a token, cost more than the model's own step at
+            # small sizes: text is decoded once at the end instead.
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
         )
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for _, ids in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        groups = []
-        for (uid, ids), output in zip(requests, outputs, strict=True):
-            group = []
-            for one in output.outputs:
-                tokens = tuple(one.token_ids)
-                assert one.logprobs is not None
-                log_probs = tuple(
-                    entry[token].logprob for token, entry in zip(tokens, one.logprobs, strict=True)
-                )
-                group.append(
-                    Sample(uid, ids, tokens, log_probs, one.text, str(one.finish_reason),
-                           policy_version)
-                )  # fmt: skip
-            groups.append(tuple(group))
-        return groups
+        answers = [answer for output in outputs for answer in output.outputs]
+        texts = [answer.text for answer in answers]
+        if not sampling.stop:
+            ids = [list(answer.token_ids) for answer in answers]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        owners = [request for request in requests for _ in range(sampling.n)]
+        samples = [
+            Sample(
+                uid,
+                prompt,
+                tuple(answer.token_ids),
+                tuple(answer.logprobs.logprobs),
+                text,
+                str(answer.finish_reason),
+                policy_version,
+            )
+            for (uid, prompt), answer, text in zip(owners, answers, texts, strict=True)
+        ]
+        n = sampling.n
+        return [tuple(samples[i : i + n]) for i in range(0, len(samples), n)]
 
     def params(self) -> Mapping[str, Tensor]:
         """Give the live parameters."""

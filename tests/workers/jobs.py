@@ -88,9 +88,9 @@ def group(pool: RankPool, spec: RoleSpec, batching: Batching = TWO_ROWS) -> Trai
 def sequences(
     lengths: tuple[int, ...] = LENGTHS, responses: tuple[int, ...] = RESPONSES, vocab: int = VOCAB
 ) -> Sequences:
-    """Draw random rows."""
+    """Draw random rows without the pad token, whose embedding transformers does not train."""
     generator = torch.Generator().manual_seed(7)
-    rows = [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+    rows = [torch.randint(1, vocab, (n,), generator=generator) for n in lengths]
     return Sequences(Ragged.from_rows(rows), torch.tensor(responses))
 
 

@@ -1,0 +1,286 @@
+"""The live engine answers with the trainer's weights, and draws what its seeds say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.batching.experience import collect
+from mrl.config.plan import spread
+from mrl.config.schema import OptimConfig, ReshardingConfig, RolloutConfig
+from mrl.resharding.sync import SyncStats
+from mrl.resharding.verify import compare_with_reload
+from mrl.types import PolicyBatch, Prompt, Ragged, Sample, SamplingParams
+from mrl.workers.group import RolloutGroup, TrainGroup
+from mrl.workers.host import WorkerHost
+from mrl.workers.specs import JobSpec, RolloutSpec
+from tests.models import VOCAB
+from tests.ranks import ForkedPool, Ranks
+from tests.workers import jobs
+
+LENGTHS = (3, 40, 140, 7, 150, 20)  # the long ones fill blocks of the engine's prefix cache
+RESPONSE = 8
+MODEL_LENGTH = 160
+SAMPLING = SamplingParams(
+    n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=RESPONSE, seed=11
+)
+GREEDY = replace(SAMPLING, n=1, temperature=0.0)
+START_LIMIT_S = 400.0  # of a job with an engine on every rank
+
+LAYOUTS = {  # ranks, actor tp and pp, engine, its tp
+    "tp2-pp2-to-vllm-tp2": (4, 2, 2, "vllm", 2),
+    "tp2-pp2-to-vllm-tp1": (4, 2, 2, "vllm", 1),
+    "tp2-to-vllm-tp1": (2, 2, 1, "vllm", 1),
+    "pp2-to-vllm-tp2": (2, 1, 2, "vllm", 2),
+    "tp2-pp2-to-hf": (4, 2, 2, "hf", 1),
+}
+FAST = ("tp2-pp2-to-vllm-tp2", "tp2-pp2-to-hf")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks with an actor and an engine, synchronised once, and the controller's hands on them."""
+
+    pool: ForkedPool
+    actor: TrainGroup
+    rollout: RolloutGroup
+    engine: str
+    traffic: list[SyncStats]  # of the first sync, by rank
+
+
+def addresses(host: WorkerHost) -> dict[str, int]:
+    """Give where the engine's parameters lie; runs on a rank."""
+    params = host._roles["rollout"].engine.params()
+    return {name: param.data_ptr() for name, param in params.items()}
+
+
+def compare_engine_with(host: WorkerHost, folder: Path) -> str:
+    """Compare the engine with its own load of a checkpoint; runs on a rank."""
+    try:
+        compare_with_reload(host._roles["rollout"].engine.model, folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def spoil_engine(host: WorkerHost, rank: int) -> None:
+    """Change one element of one rank's engine; runs on a rank."""
+    if host.rank == rank:
+        params = host._roles["rollout"].engine.params()
+        next(iter(params.values())).view(-1)[0] += 1e-3
+
+
+def empty_prefix_cache(host: WorkerHost) -> None:
+    """Make the engine forget every prefix; runs on a rank."""
+    host._roles["rollout"].engine.wake_cache()
+
+
+def cached_tokens(host: WorkerHost, token_ids: tuple[int, ...]) -> int:
+    """Ask vLLM how many tokens of a prompt it finds in its cache; runs on a rank."""
+    import vllm
+
+    outputs = host._roles["rollout"].engine.llm.generate(
+        [vllm.inputs.TokensPrompt(prompt_token_ids=list(token_ids))],
+        vllm.SamplingParams(temperature=0.0, max_tokens=1),
+        use_tqdm=False,
+    )
+    return outputs[0].num_cached_tokens
+
+
+def set_temperature(host: WorkerHost, temperature: float) -> None:
+    """Let the actor score at another temperature; runs on a rank."""
+    engine = host._roles["actor"].engine
+    engine.spec = replace(engine.spec, temperature=temperature)
+
+
+def spec_of(model: Path, tp: int, pp: int, engine: str, engine_tp: int) -> JobSpec:
+    """Give a job of an actor that takes large steps and an engine."""
+    optim = OptimConfig(lr=2e-2, weight_decay=0.0)
+    actor = jobs.role(model, jobs.layout(tp, pp), optim=optim)
+    config = RolloutConfig(
+        name=engine,
+        n=SAMPLING.n,
+        tensor_model_parallel_size=engine_tp,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+    )
+    rollout = RolloutSpec(config, str(model), MODEL_LENGTH, False, ReshardingConfig())
+    return replace(jobs.job(actor), rollout=rollout, timeout_s=START_LIMIT_S)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in LAYOUTS
+    ],
+)
+def job(request: pytest.FixtureRequest, ranks: Ranks, policy: Path) -> Iterator[Job]:
+    world, tp, pp, engine, engine_tp = LAYOUTS[request.param]
+    spec = spec_of(policy, tp, pp, engine, engine_tp)
+    with ranks.job(world, spec, START_LIMIT_S) as pool:
+        rollout = RolloutGroup(pool, engine_tp, spread)
+        yield Job(pool, jobs.group(pool, spec.actor), rollout, engine, rollout.sync(0))
+
+
+@pytest.fixture(scope="module")
+def vllm_job(job: Job) -> Job:
+    if job.engine != "vllm":
+        pytest.skip("about vLLM's own parts")
+    return job
+
+
+def prompts_of(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    return [Prompt(f"p{i}", tuple(row), "", "", None, {}) for i, row in enumerate(rows)]
+
+
+def gap(job: Job, groups: Sequence[Sequence[Sample]]) -> float:
+    """Give the largest difference between the engine's and the actor's log-probs."""
+    batch = collect(groups)
+    log_probs, _ = job.actor.log_probs(batch.sequences)
+    return float((log_probs.values - batch.rollout_log_probs.values).abs().max())
+
+
+def update(job: Job) -> None:
+    """Take an optimizer step that changes every answer."""
+    batch = collect(job.rollout.generate(prompts_of(seed=4), SAMPLING))
+    old, _ = job.actor.log_probs(batch.sequences)
+    advantages = torch.randn(old.values.shape, generator=torch.Generator().manual_seed(5))
+    weights = torch.full_like(old.values, 1 / len(old.values))
+    job.actor.update(
+        PolicyBatch(
+            batch.sequences, old, old.with_values(advantages), old.with_values(weights), None
+        )
+    )
+
+
+def test_engine_and_trainer_give_the_same_log_probs_before_and_after_an_update(job: Job) -> None:
+    prompts, found = prompts_of(), []
+    for version in (0, 1):
+        groups = job.rollout.generate(prompts, SAMPLING)
+        assert gap(job, groups) < 1e-4
+        assert {sample.policy_version for group in groups for sample in group} == {version}
+        found.append(groups)
+        if version == 0:
+            update(job)
+            assert gap(job, groups) > 1e-2, "the update must be seen, or this test holds nothing"
+            job.rollout.sync(1)
+    assert gap(job, found[1]) < 1e-4
+
+
+def test_log_probs_have_the_sampling_temperature_applied(job: Job) -> None:
+    groups = job.rollout.generate(prompts_of(), replace(SAMPLING, temperature=0.7))
+    assert gap(job, groups) > 1e-2
+    try:
+        job.pool.each(set_temperature, temperature=0.7)
+        assert gap(job, groups) < 1e-4
+    finally:
+        job.pool.each(set_temperature, temperature=1.0)
+
+
+def test_a_sync_moves_exactly_the_bytes_that_a_rank_needs_and_lacks(job: Job) -> None:
+    again = job.rollout.sync(2)
+    for first, second in zip(job.traffic, again, strict=True):
+        assert first.bytes_moved == first.bytes_floor == second.bytes_moved
+    assert sum(stats.bytes_moved for stats in again) > 0
+
+
+def test_a_sync_writes_the_parameters_in_place(job: Job) -> None:
+    before = job.pool.each(addresses)
+    update(job)
+    job.rollout.sync(3)
+    assert job.pool.each(addresses) == before
+
+
+def test_engine_equals_its_own_load_of_the_exported_checkpoint(
+    vllm_job: Job, tmp_path: Path
+) -> None:
+    job = vllm_job
+    update(job)
+    job.actor.save(tmp_path / "actor")
+    folder = tmp_path / "actor" / "huggingface"
+    stale = job.pool.each(compare_engine_with, folder=folder)
+    assert all("differ" in reason for reason in stale), "the comparison must see an old policy"
+    job.rollout.sync(4)
+    assert job.pool.each(compare_engine_with, folder=folder) == [""] * job.pool.world_size
+    job.pool.each(spoil_engine, rank=1)
+    seen = job.pool.each(compare_engine_with, folder=folder)
+    assert [bool(reason) for reason in seen] == [r == 1 for r in range(job.pool.world_size)]
+    job.rollout.sync(4)
+    assert job.pool.each(compare_engine_with, folder=folder) == [""] * job.pool.world_size
+
+
+def test_no_prefix_of_the_old_policy_survives_a_sync(vllm_job: Job) -> None:
+    job = vllm_job
+    longest = max(prompts_of(), key=lambda prompt: len(prompt.token_ids))
+    everywhere = [longest] * job.rollout.replicas
+    job.rollout.generate(everywhere, GREEDY)
+    ids = longest.token_ids
+    assert min(job.pool.each(cached_tokens, token_ids=ids)) > 0, "the cache must be at work"
+    update(job)
+    job.rollout.sync(5)
+    with_cache = job.rollout.generate(everywhere, GREEDY)
+    assert gap(job, with_cache) < 1e-4
+    job.pool.each(empty_prefix_cache)
+    assert job.rollout.generate(everywhere, GREEDY) == with_cache
+
+
+def test_responses_keep_the_order_and_the_ids_of_the_prompts(job: Job) -> None:
+    prompts = prompts_of()
+    groups = job.rollout.generate(prompts, SAMPLING)
+    assert [len(group) for group in groups] == [SAMPLING.n] * len(prompts)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            assert (sample.uid, sample.prompt_ids) == (prompt.uid, prompt.token_ids)
+            assert len(sample.log_probs) == len(sample.response_ids)
+
+
+def test_a_response_ends_by_its_stop_token_or_at_its_length(job: Job) -> None:
+    groups = job.rollout.generate(prompts_of((3,) * 24), SAMPLING)
+    samples = [sample for group in groups for sample in group]
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        *inner, last = sample.response_ids
+        assert 1 not in inner  # <eos>
+        assert (sample.finish_reason == "stop") == (last == 1)
+        assert sample.finish_reason == "stop" or len(sample.response_ids) == RESPONSE
+
+
+def test_fewer_prompts_than_replicas_are_answered(job: Job) -> None:
+    (group,) = job.rollout.generate(prompts_of((5,)), SAMPLING)
+    assert [sample.uid for sample in group] == ["p0"] * SAMPLING.n
+
+
+def test_replicas_and_samples_of_a_prompt_differ(job: Job) -> None:
+    first = prompts_of((20,))[0]
+    copies = [replace(first, uid=str(i)) for i in range(2 * job.rollout.replicas)]
+    groups = job.rollout.generate(copies, SAMPLING)
+    answers = {sample.response_ids for group in groups for sample in group}
+    assert len(answers) > len(copies), "drawn with one seed, copies would repeat each other"
+    by_replica = [tuple(s.response_ids for s in group) for group in groups[::2]]
+    assert len(set(by_replica)) == len(by_replica)
+    assert all(len(set(group)) > 1 for group in by_replica)
+
+
+def test_a_draw_depends_on_its_seed_alone(job: Job) -> None:
+    prompts, other = prompts_of(seed=21), prompts_of((30, 150), seed=9)  # in no cache yet
+    first = job.rollout.generate(prompts, SAMPLING)
+    job.rollout.generate(other, replace(SAMPLING, seed=77))
+    assert job.rollout.generate(prompts, SAMPLING) == first
+    assert job.rollout.generate(prompts, replace(SAMPLING, seed=12)) != first
+    greedy: Any = job.rollout.generate(prompts, GREEDY)
+    assert job.rollout.generate(prompts, replace(GREEDY, seed=78)) == greedy
+
+
+def test_ragged_columns_of_the_engine_fit_the_trainer(job: Job) -> None:
+    batch = collect(job.rollout.generate(prompts_of(), SAMPLING))
+    log_probs, entropies = job.actor.log_probs(batch.sequences)
+    for column in (log_probs, entropies, batch.rollout_log_probs):
+        assert isinstance(column, Ragged)
+        assert torch.equal(column.lengths, batch.sequences.response_lengths)
