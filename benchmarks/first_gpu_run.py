@@ -27,9 +27,11 @@ FOLDER = Path("/tmp/mrl_first_gpu_run")
 STEPS = 5
 _VOCAB = 151936
 _REWARD = """
+import re
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    words = solution_str.split()
-    return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
+    tokens = re.findall(r"t([0-9]+)", solution_str)
+    return sum(int(token) % 2 == 0 for token in tokens) / max(len(tokens), 1)
 """
 _SHOWN = (
     "training/rollout_log_probs_diff_mean",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from mrl.config.schema import DataConfig
 from mrl.data import RLHFDataset, SFTDataset
+from mrl.quickstart.__main__ import main
 from mrl.quickstart.make import HELDOUT_ROWS, SFT_ROWS, TRAIN_ROWS, make
 from mrl.rewards.reasoning_gym import compute_score
 from mrl.rewards.registry import known_sources
@@ -107,11 +107,11 @@ def test_another_seed_is_another_start_and_never_mixes(folder: Path, tmp_path: P
     assert json.loads((tmp_path / "quickstart.json").read_text()) == {"seed": 2}
 
 
-def test_the_command_reports_a_mix_of_seeds(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mrl.quickstart", str(folder), "--seed", "2"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"error: {folder} was made with seed 1")
+def test_the_command_reports_a_mix_of_seeds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quickstart", str(folder), "--seed", "2"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith(f"error: {folder} was made with seed 1")

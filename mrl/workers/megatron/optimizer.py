@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,12 +92,14 @@ class Trainer:
 
         Raises FloatingPointError when the gradient is not finite: nothing is updated then.
         """
+        # Asked before clipping: that would spread one infinity over every gradient.
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm}: this step is not taken")
         # The schedule moves first, so that a warm-up of k steps starts at lr / k, not at 0.
         self.schedule.step(increment=1)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm)
-        if not succeeded or norm != norm or norm == float("inf"):
-            raise FloatingPointError(f"gradient norm is {norm}")
+        self.optimizer.step()
         return Update(norm, self.lr)
 
     @property
