@@ -221,7 +221,7 @@ class RowFiles:
         if isinstance(files, str | Path):
             files = [files]
         if not files:
-            raise ValueError("no data files given: set data.train_files")
+            raise ValueError("no data files given: set data.train_files and data.val_files")
         self.readers = tuple(_open(Path(file)) for file in files)
         self._blocks = [
             (reader, block, first)

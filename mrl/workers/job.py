@@ -162,4 +162,4 @@ def _run_launched(plan: RunPlan, spec: JobSpec, control: Control) -> None:
         finally:
             pool.close()
 
-    run_under_launcher(run)
+    run_under_launcher(spec.device, run)

@@ -121,6 +121,9 @@ class Rollout:
 
     def sync(self, version: int) -> SyncStats:
         """Write the actor's weights into the live engine as weight version `version`."""
+        if torch.cuda.is_available():
+            # Training leaves its activations' blocks cached; the engine needs that memory now.
+            torch.cuda.empty_cache()
         self.engine.wake_weights()
         stats = self.resharder.run()
         # A cache computed with the old weights would give wrong log-probs.

@@ -198,7 +198,7 @@ class SpawnedPool(SpmdPool):
     ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            **rank_environment(rank, rank, self.world_size, self.world_size, os.environ),
+            **rank_environment(rank, rank, self.world_size, self.world_size, device, os.environ),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "MRL_CONTROLLER": f"{address[0]}:{address[1]}",
@@ -235,9 +235,14 @@ class SpawnedPool(SpmdPool):
 
 
 def rank_environment(
-    rank: int, local_rank: int, world_size: int, local_world_size: int, given: Mapping[str, str]
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    device: str,
+    given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Give the environment of a rank; what the user has set is kept."""
+    """Give the environment of a rank on `cpu` or `cuda`; what the user has set is kept."""
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
@@ -247,6 +252,9 @@ def rank_environment(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if device == "cpu":
+        # vLLM and Megatron would compile small functions for seconds at every start.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
     environment = {name: given.get(name, value) for name, value in defaults.items()}
     environment |= {
         "RANK": str(rank),
@@ -286,7 +294,9 @@ def _main() -> None:
     work(connection, store)
 
 
-def run_under_launcher(control: Callable[[Callable[[JobSpec], SpmdPool]], None]) -> None:
+def run_under_launcher(
+    device: str, control: Callable[[Callable[[JobSpec], SpmdPool]], None]
+) -> None:
     """Take part in a job that torchrun or srun started; returns when the job is over.
 
     `control(make_pool)` is the controller; it runs in a thread of rank 0, since the roles want
@@ -294,6 +304,9 @@ def run_under_launcher(control: Callable[[Callable[[JobSpec], SpmdPool]], None])
     launcher end the other ranks.
     """
     store, rank, world_size = next(dist.rendezvous("env://"))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    os.environ |= rank_environment(rank, local_rank, world_size, local_size, device, os.environ)
     store = dist.PrefixStore("mrl", store)
     failures: list[BaseException] = []
     thread = None

@@ -98,6 +98,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
     return patches
 
 
+_INHERITED = object()  # in place of an attribute that the owner's base class holds
 _depth = 0
 
 
@@ -109,7 +110,7 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
         return
     patches = _patches()
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    before = [(owner, name, vars(owner).get(name, _INHERITED)) for owner, name, _ in patches]
     _depth += 1
     try:
         for owner, name, value in patches:
@@ -118,4 +119,7 @@ def cuda_on_cpu() -> Iterator[None]:
     finally:
         _depth -= 1
         for owner, name, value in before:
-            setattr(owner, name, value)
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from mrl.batching.packing import cut
@@ -24,6 +25,7 @@ from mrl.workers.megatron.optimizer import Trainer, Update
 from mrl.workers.megatron.weights import Weights
 from mrl.workers.specs import RoleSpec
 
+_HEAD_CHUNK = 4096  # predicted tokens whose logits exist at a time
 _WEIGHTS_FOLDER = "huggingface"
 _OPTIMIZER_FILE = "optimizer/rank_{rank:05d}.pt"
 
@@ -192,10 +194,25 @@ class MegatronEngine:
         hidden = select_hidden(
             hidden_states, packed_seq_params.predictors, self.module.config.sequence_parallel, group
         )
-        logits = torch.nn.functional.linear(hidden, weight)
-        return vocab_parallel_log_probs(
-            logits, packed_seq_params.targets, self.shape.vocab_size, self.spec.temperature, group
-        )
+
+        def log_probs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            logits = torch.nn.functional.linear(hidden, weight)
+            return vocab_parallel_log_probs(
+                logits, targets, self.shape.vocab_size, self.spec.temperature, group
+            )
+
+        targets = packed_seq_params.targets
+        if hidden.shape[0] <= _HEAD_CHUNK:
+            return log_probs(hidden, targets)
+        # Logits of a long row would outweigh the model: a chunk's live once forward, and are
+        # computed again backward.
+        chunks = [
+            checkpoint(log_probs, *chunk, use_reentrant=False)
+            for chunk in zip(hidden.split(_HEAD_CHUNK), targets.split(_HEAD_CHUNK), strict=True)
+        ]
+        columns = zip(*chunks, strict=True)
+        found, entropies = (torch.cat(column) for column in columns)
+        return found, entropies
 
     def _value_head(
         self, hidden_states: Tensor, output_layer: Any, packed_seq_params: PackedRow, **_: Any
