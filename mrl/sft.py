@@ -50,7 +50,8 @@ class SFTTrainer:
         run_job(self.config, self.plan, spec, self._run)
 
     def _run(self, pool: RankPool) -> None:
-        actor = roles_on(pool, self.config, self.plan).actor
+        roles = roles_on(pool, self.config, self.plan)
+        actor = roles.actor
         trainer = self.config.trainer
         latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
         first = latest.found.step if latest.found else 0
@@ -59,7 +60,7 @@ class SFTTrainer:
             print(f"resuming from {latest.found.path}")
             actor.load(latest.found.path / "actor")
         with Recorder(self.config, self.plan, self.total_steps, first) as recorder:
-            recorder.start(f"{trainer.project_name} / {trainer.experiment_name}")
+            recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", roles.ranks)
             for step in range(first + 1, self.total_steps + 1):
                 timer = Timers()
                 batch = supervised_batch([self.dataset.example(i) for i in self._rows(step)])

@@ -30,7 +30,7 @@ from mrl.config import (
     training_steps,
 )
 from mrl.data import PromptStream, RLHFDataset, StreamState
-from mrl.rewards.registry import known_sources
+from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
 from mrl.tracking.rates import Rates, memory_metrics, sync_metrics
@@ -67,9 +67,11 @@ class RayPPOTrainer:
         if val_dataset is None and data.val_files:
             val_dataset = RLHFDataset(data.val_files, tokenizer, data)
         self.val_dataset = val_dataset
+        custom = config.reward.custom_reward_function
+        if custom.path is not None:
+            load_custom(custom.path, custom.name)
         for dataset in filter(None, (self.dataset, val_dataset)):
-            custom = config.reward.custom_reward_function.path
-            dataset.check_rewards(known_sources(), has_custom=custom is not None)
+            dataset.check_rewards(known_sources(), has_custom=custom.path is not None)
         self.stream = PromptStream(self.dataset, data.train_batch_size, data.shuffle, data.seed)
         self.total_steps = training_steps(config, len(self.dataset))
         self.checkpoints = CheckpointFolder(
@@ -144,7 +146,9 @@ class _Run:
     def loop(self) -> None:
         """Run all steps that are left."""
         trainer, first = self.config.trainer, self.state.global_step
-        self.recorder.start(f"{trainer.project_name} / {trainer.experiment_name}")
+        self.recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", self.roles.ranks)
+        if first >= self.last_step:
+            print(f"nothing to train: step {first} of {self.last_step} is done already")
         self.roles.rollout.sync(first)
         if trainer.val_only or (trainer.val_before_train and first == 0):
             metrics = self.validator(first)

@@ -7,6 +7,7 @@ import pytest
 
 if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
     from tests.ranks import Ranks
+    from tests.runs import Inputs
 
 _RANKS = pytest.StashKey["Ranks"]()
 
@@ -57,3 +58,21 @@ def policy(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ranks.run(
         1, write_model, folder=tmp_path_factory.mktemp("policy"), kind="qwen2", **shape
     )[0]
+
+
+@pytest.fixture(scope="session")
+def inputs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """Rows, reward function and config of a small PPO run."""
+    from tests.runs import write_inputs
+
+    return write_inputs(tmp_path_factory.mktemp("inputs"), policy)
+
+
+@pytest.fixture(scope="session")
+def spawned_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished `mrl train`: four steps of PPO on ranks that it spawned."""
+    from tests.runs import MRL, overrides, run_command
+
+    run = tmp_path_factory.mktemp("spawned") / "run"
+    run_command([*MRL, "train", str(inputs.config), *overrides(run)], run.parent)
+    return run

@@ -44,7 +44,10 @@ def write_model(folder: Path, kind: str, **changes: Any) -> Path:
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    save_file({"weight": 0.1 * torch.randn(1, model.config.hidden_size)}, folder / "value_head.safetensors")
+    save_file(
+        {"weight": 0.1 * torch.randn(1, model.config.hidden_size)},
+        folder / "value_head.safetensors",
+    )
     characters = (string.ascii_lowercase + string.digits + "+-*/=().,:;?")[: VOCAB - 2]
     tokens = ["<pad>", "<eos>", *characters]
     tokenizer = Qwen2Tokenizer(

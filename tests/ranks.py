@@ -50,6 +50,10 @@ WARM_MODULES = (
     "mrl.workers.reference",
     "mrl.workers.host",
     "mrl.workers.megatron.engine",
+    "mrl.workers.rollout_hf",
+    "mrl.workers.rollout_vllm",
+    "vllm.entrypoints.llm",  # vllm imports the rest at its first use
+    "vllm.v1.worker.cpu_worker",
 )
 _ENTRY = "from tests.ranks import zygote; zygote"
 
@@ -85,6 +89,7 @@ class Ranks:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
@@ -193,7 +198,7 @@ class ForkedPool(SpmdPool):
         self._ask(Signal(self._pids, signal.SIGUSR1))  # every rank writes its stacks
         time.sleep(0.5)
         stacks = [f"rank {rank}:\n{self._log(rank)}" for rank in range(self.world_size)]
-        text = f"ranks {late} did not answer within {self._limit_s} s"
+        text = f"ranks {late} did not answer in {self._limit_s} s"
         self._fail(_Cause(late[0] if late else 0, "\n".join([*stacks, text]), died=False))
 
     def _explain(self, cause: _Cause) -> str:
@@ -260,7 +265,7 @@ def _be_rank(request: Fork, rank: int) -> None:
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=2)
     world = request.world_size
-    os.environ.update(rank_environment(rank, rank, world, world, os.environ))
+    os.environ.update(rank_environment(rank, rank, world, world, "cpu", os.environ))
     connection = connect(request.address, request.authkey, rank)
     spec = receive(connection)
     store = dist.TCPStore("127.0.0.1", request.store_port)

@@ -24,10 +24,12 @@ COLUMNS: tuple[Column, ...] = (
     Column("score", "critic/score/mean", "{:.3f}".format),
     Column("len", "response_length/mean", "{:.1f}".format),
     Column("loss", "actor/pg_loss", "{:+.4f}".format),
+    Column("loss", "sft/loss", "{:.4f}".format),
     Column("vf_loss", "critic/vf_loss", "{:.4f}".format),
     Column("kl", "actor/ppo_kl", "{:.2e}".format),
     Column("grad", "actor/grad_norm", "{:.3f}".format),
     Column("lr", "actor/lr", "{:.1e}".format),
+    Column("lr", "sft/lr", "{:.1e}".format),
     Column("tok/s/gpu", "perf/throughput", "{:,.0f}".format),
     Column("s", "timing_s/step", "{:.1f}".format),
 )
@@ -48,6 +50,10 @@ class ConsoleLog:
     def start(self, title: str) -> None:
         """Print a rule that opens the run."""
         self._console.rule(title)
+
+    def line(self, text: str) -> None:
+        """Print a line of its own."""
+        self._console.print(text, soft_wrap=True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of one step; absent metrics are left out."""

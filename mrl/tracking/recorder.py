@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +14,7 @@ from mrl.tracking.console import ConsoleLog
 from mrl.tracking.jsonl import MetricsFile
 from mrl.tracking.rollouts import RolloutRow, dump_rollouts
 from mrl.tracking.tensorboard import TensorBoard
+from mrl.workers.specs import RankInfo
 
 
 class Recorder:
@@ -31,10 +34,15 @@ class Recorder:
             purge = resume_step + 1 if resume_step else None
             self._board = TensorBoard(self.folder / "tensorboard", purge)
 
-    def start(self, title: str) -> None:
-        """Open the console's part."""
+    def start(self, title: str, ranks: Sequence[RankInfo]) -> None:
+        """Open the console's part and say where the ranks run; ranks.json has each of them."""
+        rows = [asdict(rank) for rank in ranks]
+        (self.folder / "ranks.json").write_text(json.dumps(rows, indent=1) + "\n")
         if self._console is not None:
+            places = Counter((rank.host, rank.device_name) for rank in ranks)
             self._console.start(title)
+            for (host, device), count in places.items():
+                self._console.line(f"{host}: {count} ranks on {device}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step everywhere."""

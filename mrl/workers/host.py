@@ -36,7 +36,8 @@ class WorkerHost:
         engine = build_engine(spec.rollout, self.device)
         engine.sleep()
         self._build_megatron(spec)
-        self._roles["rollout"] = Rollout(engine, self._roles["actor"].engine, spec.rollout)
+        actor = self._roles["actor"].engine
+        self._roles["rollout"] = Rollout(engine, actor, spec.rollout, spec.ranks_per_node)
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Run a role's method on this rank; the role `host` is the rank itself."""

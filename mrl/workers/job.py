@@ -64,6 +64,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int, with_rollout: bool
         ref=_enabled(config, plan, "ref", total_steps) if with_rollout else None,
         rollout=rollout if with_rollout else None,
         device=device_of(config),
+        ranks_per_node=config.trainer.n_gpus_per_node,
         seed=config.trainer.seed,
         timeout_s=config.trainer.fault_timeout_s,
     )

@@ -66,11 +66,12 @@ class RayPool:
         host = ray.util.get_node_ip_address()
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         gpus = 1 if spec.device == "cuda" else 0
+        node_size = min(self.world_size, spec.ranks_per_node)
         for rank in range(self.world_size):
             # Ray shows each actor its own GPU, so every rank is local rank 0 to itself.
             local = 0 if gpus else rank
             environment = rank_environment(
-                rank, local, self.world_size, self.world_size, spec.device, os.environ
+                rank, local, self.world_size, node_size, spec.device, os.environ
             )
             if host == "127.0.0.1" or not os.environ.get("RAY_ADDRESS"):
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

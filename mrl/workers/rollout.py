@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.resharding.layout import Layout, TensorInfo
+from mrl.resharding.layout import Layout, TensorInfo, nodes
 from mrl.resharding.planner import plan
 from mrl.resharding.sync import Resharder, SyncStats
 from mrl.resharding.transports import Distributed
+from mrl.resharding.verify import compare_ends
 from mrl.types import Sample, SamplingParams
 from mrl.workers.megatron.engine import MegatronEngine
 from mrl.workers.specs import RolloutSpec
@@ -74,21 +76,25 @@ def build_engine(spec: RolloutSpec, device: torch.device) -> Engine:
 class Rollout:
     """The rollout role: generates with the actor's weights of the last sync."""
 
-    def __init__(self, engine: Engine, actor: MegatronEngine, spec: RolloutSpec) -> None:
+    def __init__(
+        self, engine: Engine, actor: MegatronEngine, spec: RolloutSpec, ranks_per_node: int
+    ) -> None:
         """Plan the weight transfer together with all other ranks."""
         self.engine, self.spec = engine, spec
         self.rank = dist.get_rank()
         self.replica, self.tp_rank = divmod(self.rank, spec.config.tensor_model_parallel_size)
         self.version = 0
-        source = actor.weights.layout
+        node_of_rank = nodes(dist.get_world_size(), ranks_per_node)
+        source = replace(actor.weights.layout, node_of_rank=node_of_rank)
         target = engine.layout(
             {name: TensorInfo(info.shape, engine.dtype) for name, info in source.tensors.items()}
         )
+        self.source_params, self.params = actor.weights.params(), engine.params()
         self.resharder = Resharder(
             plan(source, target, spec.resharding.bucket_bytes),
             self.rank,
-            actor.weights.params(),
-            engine.params(),
+            self.source_params,
+            self.params,
             Distributed(),
         )
 
@@ -120,12 +126,19 @@ class Rollout:
         return total - free
 
     def sync(self, version: int) -> SyncStats:
-        """Write the actor's weights into the live engine as weight version `version`."""
+        """Write the actor's weights into the live engine as weight version `version`.
+
+        Raises ValueError when `resharding.verify` finds that the two ends differ.
+        """
         if torch.cuda.is_available():
             # Training leaves its activations' blocks cached; the engine needs that memory now.
             torch.cuda.empty_cache()
         self.engine.wake_weights()
         stats = self.resharder.run()
+        if self.spec.resharding.verify:
+            compare_ends(
+                self.resharder.plan, self.rank, self.source_params, self.params, Distributed()
+            )
         # A cache computed with the old weights would give wrong log-probs.
         self.engine.wake_cache()
         self.version = version

@@ -55,6 +55,7 @@ class JobSpec:
     ref: RoleSpec | None
     rollout: RolloutSpec | None
     device: str  # cpu | cuda
+    ranks_per_node: int
     seed: int
     timeout_s: float
 

@@ -21,19 +21,23 @@ from tests.models import HIDDEN, VOCAB
 # rounding into a whole step. Clipping is in force at every step.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.5, weight_decay=0.1)
 LOSS = PolicyLossSpec(
-    clip_low=0.2, clip_high=0.3, clip_c=3.0, entropy_coeff=0.01, kl_loss_coef=0.05, kl_loss_type="k3"
+    clip_low=0.2,
+    clip_high=0.3,
+    clip_c=3.0,
+    entropy_coeff=0.01,
+    kl_loss_coef=0.05,
+    kl_loss_type="k3",
 )
 # A prompt of one token, a response of one token, both at once, odd lengths, equal lengths.
 LENGTHS = (5, 9, 12, 7, 20, 6, 2, 11)
 RESPONSES = (3, 4, 5, 2, 10, 1, 1, 10)
 TWO_ROWS = Batching(micro_batch_size=2)
+ALL_ROWS = Batching(micro_batch_size=len(LENGTHS))  # least traffic between ranks
 
 
 def layout(tp: int = 1, pp: int = 1, **rest: Any) -> MegatronConfig:
     """Give a parallel layout."""
-    return MegatronConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **rest
-    )
+    return MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **rest)
 
 
 def role(
@@ -67,6 +71,7 @@ def job(actor: RoleSpec, critic: RoleSpec | None = None, ref: RoleSpec | None = 
         ref=ref,
         rollout=None,
         device="cpu",
+        ranks_per_node=4,
         seed=1,
         timeout_s=60.0,
     )
@@ -78,7 +83,7 @@ def both(path: Path, where: MegatronConfig, temperature: float = 1.0) -> JobSpec
     return job(actor, replace(actor, name="critic", head="value"))
 
 
-def group(pool: RankPool, spec: RoleSpec, batching: Batching = TWO_ROWS) -> TrainGroup:
+def group(pool: RankPool, spec: RoleSpec, batching: Batching = ALL_ROWS) -> TrainGroup:
     """Give the controller's hand on a role."""
     tp, pp = spec.layout.tensor_model_parallel_size, spec.layout.pipeline_model_parallel_size
     ranks = MegatronRanks(tp, 1, pool.world_size // (tp * pp))
@@ -142,7 +147,9 @@ def work(
     rows = sequences()
     log_probs, entropies = actor.log_probs(rows)
     values = critic.values(rows)
-    base = (log_probs.values, values.values) if around is None else (around.log_probs, around.values)
+    base = (
+        (log_probs.values, values.values) if around is None else (around.log_probs, around.values)
+    )
     policies = policy_batch(rows, log_probs.with_values(base[0]))
     targets = value_batch(rows, values.with_values(base[1]))
     metrics = []
@@ -175,3 +182,19 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = 
     limit = relative * float(expected.abs().max())
     found = float((actual - expected).abs().max())
     assert found <= limit, f"{name}: differs by {found:.3e}, at most {limit:.3e}"
+
+
+def assert_same_round(found: Round, expected: Round) -> None:
+    """Compare all numbers of two rounds, to rounding."""
+    for name in ("log_probs", "entropies", "values"):
+        assert_close(getattr(found, name), getattr(expected, name), name)
+    for number, (metrics, wanted) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert metrics.keys() == wanted.keys()
+        for name, value in wanted.items():
+            limit = 1e-5 * abs(value) + 1e-6
+            assert abs(metrics[name] - value) <= limit, f"{name} of update {number}"
+    for role in ("actor", "critic"):
+        weights, wanted_weights = getattr(found, role), getattr(expected, role)
+        assert weights.keys() == wanted_weights.keys()
+        for name, tensor in wanted_weights.items():
+            assert_close(weights[name], tensor, f"{role} {name}")

@@ -26,9 +26,7 @@ from tests.workers import jobs
 LENGTHS = (3, 40, 140, 7, 150, 20)  # the long ones fill blocks of the engine's prefix cache
 RESPONSE = 8
 MODEL_LENGTH = 160
-SAMPLING = SamplingParams(
-    n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=RESPONSE, seed=11
-)
+SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=RESPONSE, seed=11)
 GREEDY = replace(SAMPLING, n=1, temperature=0.0)
 START_LIMIT_S = 400.0  # of a job with an engine on every rank
 
@@ -99,8 +97,8 @@ def set_temperature(host: WorkerHost, temperature: float) -> None:
 
 
 def spec_of(model: Path, tp: int, pp: int, engine: str, engine_tp: int) -> JobSpec:
-    """Give a job of an actor that takes large steps and an engine."""
-    optim = OptimConfig(lr=2e-2, weight_decay=0.0)
+    """Give a job of an actor that takes steps that show and an engine."""
+    optim = OptimConfig(lr=3e-3, weight_decay=0.0)
     actor = jobs.role(model, jobs.layout(tp, pp), optim=optim)
     config = RolloutConfig(
         name=engine,

@@ -202,6 +202,7 @@ class MegatronEngine:
             )
 
         targets = packed_seq_params.targets
+        assert targets is not None
         if hidden.shape[0] <= _HEAD_CHUNK:
             return log_probs(hidden, targets)
         # Logits of a long row would outweigh the model: a chunk's live once forward, and are

@@ -129,8 +129,14 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; the weights of the model are loaded apart.
 
-        Raises ValueError when the file was written by another layout.
+        Raises ValueError when the file is missing or was written by another layout.
         """
+        if not path.is_file():
+            count = len(list(path.parent.glob("*.pt")))
+            raise ValueError(
+                f"{path} is missing: {path.parent} holds the optimizer state of {count} ranks; "
+                "resume with the layout that saved it"
+            )
         saved = torch.load(path, map_location="cpu", weights_only=False)
         inners = list(self._inner())
         shapes = [[tuple(p.shape) for g in i.param_groups for p in g["params"]] for i in inners]
