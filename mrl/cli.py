@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ _USER_ERRORS = (ValueError, FileNotFoundError)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; wrong input ends with one message and status 2, a failed rank with 1."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("mrl").setLevel(logging.INFO)
     try:
         arguments.run(arguments)
     except _USER_ERRORS as error:

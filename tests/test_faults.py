@@ -6,94 +6,141 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runs import END_LIMIT_S, ROOT, Command, Inputs, overrides, rollouts_of
+from tests.runs import (
+    END_LIMIT_S,
+    ROOT,
+    START_LIMIT_S,
+    Command,
+    Inputs,
+    overrides,
+    rollouts_of,
+)
 from tests.test_launchers import LAUNCHERS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
-ENDLESS = ("trainer.total_epochs=10000", "trainer.test_freq=-1", "trainer.save_freq=-1")
+ENDLESS = (
+    "trainer.total_epochs=10000",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "reward.timeout_s=0.2",
+)
 PLANTER = str(ROOT / "tests" / "faults")
 
 
-def start(
-    launcher: str, inputs: Inputs, folder: Path, fault: str = "", *changes: str
-) -> tuple[Command, Path]:
-    """Start a job that would go on for ever; a fault is told as tests/faults says."""
-    command, more = LAUNCHERS[launcher]
-    run = folder / launcher / "run"
-    arguments = [*command, "train", str(inputs.config), *overrides(run, *ENDLESS, *more, *changes)]
-    environment = {"PYTHONPATH": PLANTER, "MRL_TEST_FAULT": fault} if fault else {}
-    return Command(arguments, run.parent, environment), run
+class Job:
+    """A job that would go on for ever, with a fault to come as tests/faults says."""
+
+    def __init__(
+        self, launcher: str, inputs: Inputs, folder: Path, fault: str = "", *changes: str
+    ) -> None:
+        self.run = folder / "run"
+        self._mark = folder / "fault"
+        arguments, more = LAUNCHERS[launcher]
+        settings = overrides(self.run, *ENDLESS, *more, *changes)
+        environment = {"PYTHONPATH": PLANTER, "MRL_TEST_FAULT_MARK": str(self._mark)}
+        environment |= {"MRL_TEST_FAULT": fault} if fault else {}
+        command = [*arguments, "train", str(inputs.config), *settings]
+        self.command = Command(command, folder, environment)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is done, and take note of the processes."""
+        self.command.wait_for_step(self.run, step)
+        self.command.tree()
+
+    def wait_for_fault(self) -> float:
+        """Wait until the planted fault strikes; gives the moment."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._mark.exists():
+            assert self.command.process.poll() is None, self.command.stderr
+            assert time.monotonic() < deadline, self.command.stderr
+            self.command.tree()
+            time.sleep(0.1)
+        return float(self._mark.read_text() or time.monotonic())
+
+    def end(self, since: float) -> int:
+        """Wait for the end of the job that met its fault; gives the exit status."""
+        status = self.command.wait(END_LIMIT_S)
+        assert time.monotonic() - since < END_LIMIT_S
+        assert self.command.survivors() == []
+        return status
+
+    @property
+    def last_words(self) -> str:
+        """The end of what a person sees."""
+        return "\n".join(self.command.stderr.rstrip().splitlines()[-15:])
+
+    @property
+    def last_line(self) -> str:
+        """The last line that a person sees."""
+        return self.command.stderr.rstrip().splitlines()[-1]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.command.__exit__(*error)
 
 
-def end_of(command: Command, since: float) -> int:
-    """Wait for the end of a job that has met its fault; gives the exit status."""
-    status = command.wait(END_LIMIT_S)
-    assert time.monotonic() - since < END_LIMIT_S
-    assert command.survivors() == []
-    return status
+def interrupt(job: Job) -> float:
+    """Press Ctrl-C; gives the moment."""
+    job.command.interrupt()
+    return time.monotonic()
 
 
-def last_words(command: Command) -> str:
-    """Give the end of what a person sees."""
-    return "\n".join(command.stderr.rstrip().splitlines()[-15:])
+def kill_rank_1(job: Job) -> float:
+    """Kill a rank as the kernel does when memory runs out; gives the moment."""
+    job.command.rank(1).send_signal(signal.SIGKILL)
+    return time.monotonic()
 
 
-def last_line(command: Command) -> str:
-    return command.stderr.rstrip().splitlines()[-1]
+def assert_raised(job: Job, launcher: str) -> None:
+    assert "the planted fault" in job.last_words
+    assert re.search(r"rank 1 .*failed in actor\.update", job.command.stderr)
+    if launcher != "torchrun":  # which has the last word on its own jobs
+        assert job.last_line == "RuntimeError: the planted fault"
 
 
-def assert_raised(command: Command, launcher: str) -> None:
-    assert "the planted fault" in last_words(command)
-    assert re.search(r"rank 1 .*failed in actor\.update", command.stderr)
-    if launcher != "torchrun":  # torchrun has the last word on its own jobs
-        assert last_line(command) == "RuntimeError: the planted fault"
+def assert_killed(job: Job, launcher: str) -> None:
+    assert re.search(r"rank\s*:?\s*1\b", job.last_words)
+    assert "SIGKILL" in job.last_words or launcher == "ray"
 
 
-def assert_killed(command: Command, launcher: str) -> None:
-    words = last_words(command)
-    assert re.search(r"rank\s*:?\s*1\b", words)
-    assert "SIGKILL" in words or launcher == "ray"
+RAISE = "raise:actor.update:1:1"
 
 
 def test_a_killed_rank_ends_its_job_and_ctrl_c_another_beside_it(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    first, first_run = start("spawned", inputs, tmp_path / "first")
-    second, second_run = start("spawned", inputs, tmp_path / "second")
-    with first, second:
-        first.wait_for_step(first_run, 1)
-        second.wait_for_step(second_run, 1)  # two jobs of one host do not meet each other
-        assert rollouts_of(first_run, 1) == rollouts_of(second_run, 1)
-        first.tree()
-        second.tree()
-        since = time.monotonic()
-        first.rank(1).send_signal(signal.SIGKILL)
-        assert end_of(first, since) == 1
-        assert "rank 1" in last_line(first) and "killed by SIGKILL" in last_line(first)
-        since = time.monotonic()
-        second.interrupt()
-        assert end_of(second, since) == 130
-        assert last_line(second) == "mrl train: interrupted"
+    with (
+        Job("spawned", inputs, tmp_path / "first") as first,
+        Job("spawned", inputs, tmp_path / "second") as second,
+    ):
+        first.wait_for_step(1)
+        second.wait_for_step(1)  # two jobs of one host do not meet each other
+        answers = [[row["output"] for row in rollouts_of(job.run, 1)] for job in (first, second)]
+        assert answers[0] == answers[1]
+        assert first.end(kill_rank_1(first)) == 1
+        assert "rank 1" in first.last_line and "killed by SIGKILL" in first.last_line
+        assert second.end(interrupt(second)) == 130
+        assert second.last_line == "mrl train: interrupted"
 
 
 def test_a_rank_that_raises_ends_its_job_and_a_killed_one_ends_torchrun(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    raising, raising_run = start("spawned", inputs, tmp_path, "raise:actor.update:1:3")
-    killed, killed_run = start("torchrun", inputs, tmp_path)
-    with raising, killed:
-        raising.wait_for_step(raising_run, 1)
-        assert end_of(raising, time.monotonic()) == 1
+    with (
+        Job("spawned", inputs, tmp_path / "raising", RAISE) as raising,
+        Job("torchrun", inputs, tmp_path / "killed") as killed,
+    ):
+        assert raising.end(raising.wait_for_fault()) == 1
         assert_raised(raising, "spawned")
-        killed.wait_for_step(killed_run, 1)
-        killed.tree()
-        since = time.monotonic()
-        killed.rank(1).send_signal(signal.SIGKILL)
-        assert end_of(killed, since) != 0
+        killed.wait_for_step(1)
+        assert killed.end(kill_rank_1(killed)) != 0
         assert_killed(killed, "torchrun")
 
 
@@ -101,78 +148,63 @@ def test_a_rank_that_raises_ends_its_job_and_a_killed_one_ends_torchrun(
 @pytest.mark.parametrize("method", ["rollout.generate", "critic.update", "actor.save"])
 def test_a_rank_may_be_killed_at_any_point(method: str, inputs: Inputs, tmp_path: Path) -> None:
     fault = f"kill:{method}:0:2"
-    command, run = start("spawned", inputs, tmp_path, fault, "trainer.save_freq=1")
-    with command:
-        command.wait_for_step(run, 0)
-        assert command.wait() == 1
-        assert command.survivors() == []
-        assert "rank 0" in last_line(command) and method in last_line(command)
+    with Job("spawned", inputs, tmp_path, fault, "trainer.save_freq=1") as job:
+        assert job.end(job.wait_for_fault()) == 1
+        assert "rank 0" in job.last_line and method in job.last_line
 
 
 @pytest.mark.slow
 def test_a_raising_rank_ends_torchrun_with_its_cause(inputs: Inputs, tmp_path: Path) -> None:
-    command, run = start("torchrun", inputs, tmp_path, "raise:actor.update:1:3")
-    with command:
-        command.wait_for_step(run, 1)
-        assert end_of(command, time.monotonic()) != 0
-        assert_raised(command, "torchrun")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["killed", "raised", "interrupted"])
-def test_faults_end_a_ray_job(fault: str, inputs: Inputs, tmp_path: Path) -> None:
-    planted = "raise:actor.update:1:3" if fault == "raised" else ""
-    command, run = start("ray", inputs, tmp_path, planted)
-    with command:
-        command.wait_for_step(run, 1)
-        command.tree()
-        since = time.monotonic()
-        match fault:
-            case "killed":
-                command.rank(1).send_signal(signal.SIGKILL)
-            case "interrupted":
-                command.interrupt()
-        status = end_of(command, since)
-        assert status == (130 if fault == "interrupted" else 1)
-        match fault:
-            case "killed":
-                assert_killed(command, "ray")
-            case "raised":
-                assert_raised(command, "ray")
-            case "interrupted":
-                assert last_line(command) == "mrl train: interrupted"
+    with Job("torchrun", inputs, tmp_path, RAISE) as job:
+        assert job.end(job.wait_for_fault()) != 0
+        assert_raised(job, "torchrun")
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_torchrun(inputs: Inputs, tmp_path: Path) -> None:
-    command, run = start("torchrun", inputs, tmp_path)
-    with command:
-        command.wait_for_step(run, 1)
-        command.tree()
-        since = time.monotonic()
-        command.interrupt()
-        assert end_of(command, since) != 0
+    with Job("torchrun", inputs, tmp_path) as job:
+        job.wait_for_step(1)
+        assert job.end(interrupt(job)) != 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_a_ray_job(inputs: Inputs, tmp_path: Path) -> None:
+    with Job("ray", inputs, tmp_path) as job:
+        job.wait_for_step(1)
+        assert job.end(kill_rank_1(job)) == 1
+        assert_killed(job, "ray")
+
+
+@pytest.mark.slow
+def test_a_raising_rank_ends_a_ray_job(inputs: Inputs, tmp_path: Path) -> None:
+    with Job("ray", inputs, tmp_path, RAISE) as job:
+        assert job.end(job.wait_for_fault()) == 1
+        assert_raised(job, "ray")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_ray_job(inputs: Inputs, tmp_path: Path) -> None:
+    with Job("ray", inputs, tmp_path) as job:
+        job.wait_for_step(1)
+        assert job.end(interrupt(job)) == 130
+        assert job.last_line == "mrl train: interrupted"
 
 
 @pytest.mark.slow
 def test_ranks_end_with_a_killed_controller(inputs: Inputs, tmp_path: Path) -> None:
-    command, run = start("spawned", inputs, tmp_path)
-    with command:
-        command.wait_for_step(run, 1)
-        assert len(command.tree()) >= 2
-        command.process.kill()
-        command.process.wait()
-        assert command.survivors() == []
+    with Job("spawned", inputs, tmp_path) as job:
+        job.wait_for_step(1)
+        assert len(job.command.tree()) >= 2
+        job.command.process.kill()
+        job.command.process.wait()
+        assert job.command.survivors() == []
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_ranks_start(inputs: Inputs, tmp_path: Path) -> None:
-    command, _ = start("spawned", inputs, tmp_path)
-    with command:
-        while len(command.tree()) < 2:
-            assert command.process.poll() is None, command.stderr
+    with Job("spawned", inputs, tmp_path) as job:
+        while len(job.command.tree()) < 2:
+            assert job.command.process.poll() is None, job.command.stderr
             time.sleep(0.1)
-        since = time.monotonic()
-        command.interrupt()
-        assert end_of(command, since) == 130
-        assert last_line(command) == "mrl train: interrupted"
+        assert job.end(interrupt(job)) == 130
+        assert job.last_line == "mrl train: interrupted"

@@ -71,7 +71,7 @@ def hang_on_one() -> Any:
 
 def test_a_hang_ends_at_the_limit_and_shows_where(ranks: Ranks) -> None:
     with pytest.raises(WorkerError, match=r"hang_on_one(?s:.*)ranks \[1\] did not answer in"):
-        ranks.run(2, hang_on_one, limit_s=3.0)
+        ranks.run(2, hang_on_one, limit_s=6.0)
     assert ranks.run(1, total_rank, weight=1.0) == [0.0]  # the next run is not affected
 
 

@@ -1,7 +1,8 @@
 """Makes one rank of a job fail; Python imports this in every process with it on PYTHONPATH.
 
 MRL_TEST_FAULT=<kind>:<role>.<method>:<rank>:<n> strikes at the n-th call of a role's method on one
-rank: `raise` raises, `kill` ends the process as the kernel does when memory runs out.
+rank: `raise` raises, `kill` ends the process as the kernel does when memory runs out. The moment is
+written to the file MRL_TEST_FAULT_MARK.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 _HOMES = {
@@ -59,6 +61,8 @@ class _Planter(importlib.abc.MetaPathFinder):
         setattr(cls, self.method, method)
 
     def strike(self) -> None:
+        with open(os.environ["MRL_TEST_FAULT_MARK"], "w") as mark:
+            mark.write(str(time.monotonic()))
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the planted fault")

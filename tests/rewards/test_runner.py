@@ -12,6 +12,7 @@ from mrl.rewards.registry import ScoreItem
 from mrl.rewards.runner import RewardRunner
 
 Item = Callable[[str], ScoreItem]
+pytestmark = pytest.mark.multiprocess
 
 
 def _gone(pid: int) -> bool:

