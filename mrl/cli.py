@@ -20,7 +20,13 @@ _USER_ERRORS = (ValueError, FileNotFoundError)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; wrong input ends with one message and status 2, a failed rank with 1."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals that follow an option: mrl plan CONFIG --json key=value
+    if any(text.startswith("-") for text in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("mrl").setLevel(logging.INFO)
     try:

@@ -7,7 +7,8 @@ import pytest
 
 if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
     from tests.ranks import Ranks
-    from tests.runs import Inputs
+    from mrl.workers.specs import JobSpec
+    from tests.runs import Inputs, Recording
 
 _RANKS = pytest.StashKey["Ranks"]()
 
@@ -76,3 +77,18 @@ def spawned_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = tmp_path_factory.mktemp("spawned") / "run"
     run_command([*MRL, "train", str(inputs.config), *overrides(run)], run.parent)
     return run
+
+
+@pytest.fixture
+def warm_pools(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """Let trainers in this process run on warm ranks; gives the pools they used, as they come."""
+    from tests.runs import RUN_LIMIT_S, Recording
+
+    pools: list[Recording] = []
+
+    def start(world_size: int, spec: JobSpec, log_folder: Path) -> Recording:
+        pools.append(Recording(ranks.job(world_size, spec, RUN_LIMIT_S)))
+        return pools[-1]
+
+    monkeypatch.setattr("mrl.workers.job.SpawnedPool", start)
+    return pools

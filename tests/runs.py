@@ -10,18 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from mrl.tracking.jsonl import read_metrics
 
+if TYPE_CHECKING:
+    from mrl.types import PolicyBatch, ValueBatch
+    from mrl.workers.group import RankPool
+
 ROOT = Path(__file__).resolve().parent.parent
 MRL = (str(Path(sys.executable).with_name("mrl")),)
 START_LIMIT_S = 240.0  # ranks importing their libraries on a busy machine
+RUN_LIMIT_S = 400.0  # a run on warm ranks
 END_LIMIT_S = 30.0  # from a fault to the end of the job
 PROMPTS_A_STEP = 8
 TRAIN_ROWS = 20  # two steps an epoch; four rows are left out
@@ -43,6 +50,7 @@ rollout:
   n: 4
   val_kwargs: {do_sample: true, temperature: 1.0, n: 2}
 reward: {timeout_s: 2.0}
+resharding: {verify: true}
 algorithm:
   adv_estimator: gae
   use_kl_in_reward: true
@@ -113,6 +121,27 @@ def write_inputs(folder: Path, model: Path) -> Inputs:
 
 def _write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Recording:
+    """A pool that remembers the batches of rank 0's optimizer steps."""
+
+    def __init__(self, held: AbstractContextManager[RankPool]) -> None:
+        self._held = ExitStack()
+        self.pool = self._held.enter_context(held)
+        self.world_size = self.pool.world_size
+        self.batches: list[PolicyBatch | ValueBatch] = []
+
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        if method in ("update", "supervise") and rank == 0:
+            self.batches.append(args[0])
+        return self.pool.submit(rank, role, method, args)
+
+    def wait(self, futures: Any) -> list[Any]:
+        return self.pool.wait(futures)
+
+    def close(self) -> None:
+        self._held.close()
 
 
 class Command:

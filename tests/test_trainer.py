@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl import RayPPOTrainer, load_config
 from mrl.tracking.jsonl import read_metrics
-from mrl.types import PolicyBatch, ValueBatch
-from mrl.workers.group import RankPool
-from mrl.workers.specs import JobSpec
-from tests.ranks import Ranks
 from tests.runs import (
     MRL,
     PROMPTS_A_STEP,
     TRAIN_ROWS,
     Inputs,
+    Recording,
     overrides,
     rollouts_of,
     run_command,
@@ -35,7 +30,6 @@ from tests.runs import (
 
 STEPS = 4
 SAMPLES = PROMPTS_A_STEP * 4
-LIMIT_S = 400.0  # of a run
 # Every name that users meet in the documentation, but for the device's: a CPU has no peak rate.
 DOCUMENTED = {
     "actor/pg_loss",
@@ -67,46 +61,19 @@ OF_THE_CRITIC = {
 }
 
 
-class Recording:
-    """A pool that remembers the batches of rank 0's optimizer steps."""
-
-    def __init__(self, held: AbstractContextManager[RankPool]) -> None:
-        self._held = ExitStack()
-        self.pool = self._held.enter_context(held)
-        self.world_size = self.pool.world_size
-        self.batches: list[PolicyBatch | ValueBatch] = []
-
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        if method == "update" and rank == 0:
-            self.batches.append(args[0])
-        return self.pool.submit(rank, role, method, args)
-
-    def wait(self, futures: Any) -> list[Any]:
-        return self.pool.wait(futures)
-
-    def close(self) -> None:
-        self._held.close()
-
-
 Fit = Callable[..., Recording]
 
 
 @pytest.fixture
-def fit(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Fit:
+def fit(warm_pools: list[Recording]) -> Fit:
     """Run a config to its end in this process, on ranks that have their libraries loaded."""
-    pools: list[Recording] = []
-
-    def start(world_size: int, spec: JobSpec, log_folder: Path) -> Recording:
-        pools.append(Recording(ranks.job(world_size, spec, LIMIT_S)))
-        return pools[-1]
 
     def fit(config_file: Path, *changes: str, max_steps: int | None = None) -> Recording:
         config = load_config(config_file, changes)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         RayPPOTrainer(config=config, tokenizer=tokenizer).fit(max_steps)
-        return pools[-1]
+        return warm_pools[-1]
 
-    monkeypatch.setattr("mrl.workers.job.SpawnedPool", start)
     return fit
 
 

@@ -39,6 +39,8 @@ def run(config_path: str, seed: int, overrides: Sequence[str]) -> None:
         f"data.val_files=[{root / 'data' / 'heldout.parquet'}]",
         f"data.seed={seed}",
         f"rollout.seed={seed}",
+        f"trainer.seed={seed}",
+        f"trainer.default_local_dir={root / Path(config_path).parent.name}",
         *overrides,
     ])  # fmt: skip
     check_files(config)

@@ -8,6 +8,7 @@ Under a launcher it is a thread of rank 0.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,10 @@ class SpmdPool:
         while len(self._connections) < self.world_size:
             try:
                 connection = self._listener.accept()
-            except OSError:
-                return  # closed
+            except (OSError, EOFError, AuthenticationError):
+                if self._closing:
+                    return
+                continue  # a stranger came to this port and went, or could not name the key
             hello = receive(connection)
             assert isinstance(hello, Hello)
             send(connection, self._spec)
@@ -308,7 +312,6 @@ def run_under_launcher(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     os.environ |= rank_environment(rank, local_rank, world_size, local_size, device, os.environ)
     store = dist.PrefixStore("mrl", store)
-    failures: list[BaseException] = []
     thread = None
     if rank == 0:
         host = os.environ["MASTER_ADDR"]
@@ -326,8 +329,9 @@ def run_under_launcher(
                 control(make_pool)
             except BaseException as error:
                 # Process edge: the main thread may hang in a collective, so end from here.
-                failures.append(error)
-                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                text = f"{type(error).__name__}: {error}"
+                print(text, file=sys.stderr, flush=True)
+                _tell_torchrun(text)
                 os._exit(1)
 
         thread = threading.Thread(target=run, daemon=True)
@@ -337,6 +341,14 @@ def run_under_launcher(
     work(connection, dist.PrefixStore("ranks", store))
     if thread is not None:
         thread.join()
+
+
+def _tell_torchrun(cause: str) -> None:
+    """Leave the cause where torchrun looks for it, so that its own last words repeat it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        message = {"message": cause, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}))
 
 
 if __name__ == "__main__":
