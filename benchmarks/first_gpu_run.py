@@ -8,8 +8,10 @@ share of even tokens, so that groups differ and gradients flow.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from mrl.config import load_config
 from mrl.trainer import RayPPOTrainer
 
-FOLDER = Path("/tmp/mrl_first_gpu_run")
+FOLDER = Path(tempfile.gettempdir()) / f"mrl_first_gpu_run_{os.getuid()}"
 STEPS = 5
 _VOCAB = 151936
 _REWARD = """

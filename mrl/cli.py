@@ -32,12 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.run(arguments)
     except _USER_ERRORS as error:
-        print(f"mrl {arguments.command}: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # all ranks of a launcher see the same input
+            print(f"mrl {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"mrl {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as error:
+        from mrl.workers.group import WorkerError
+
+        if not isinstance(error, WorkerError):
+            raise
         # Process edge: the text names the rank, the call and the remote traceback.
         print(f"mrl {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -101,15 +106,28 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from mrl.config import build_plan, print_plan
+
     config = _load(arguments)
-    _show_plan(config)
+    from mrl.workers.job import serve_as_rank
+
+    if serve_as_rank(config):  # the data and the console are rank 0's
+        return
+    print_plan(build_plan(config), config)
     from mrl.trainer import RayPPOTrainer
 
     RayPPOTrainer(config, _tokenizer(config)).fit()
 
 
 def _sft(arguments: argparse.Namespace) -> None:
+    # An optimizer step is a batch of rows: what the config says of rollouts has no part in it.
+    fixed = ("actor.ppo_mini_batch_size=${data.train_batch_size}", "algorithm.adv_estimator=grpo")
+    arguments.overrides = [*arguments.overrides, *fixed, "rollout.n=1", "actor.ppo_epochs=1"]
     config = _load(arguments)
+    from mrl.workers.job import serve_as_rank
+
+    if serve_as_rank(config):
+        return
     from mrl.sft import SFTTrainer
 
     SFTTrainer(config, _tokenizer(config)).fit()
@@ -119,13 +137,6 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     from mrl.quickstart.run import run
 
     run(arguments.config, arguments.seed, arguments.overrides)
-
-
-def _show_plan(config: Config) -> None:
-    from mrl.config import build_plan, print_plan
-
-    if os.environ.get("RANK", "0") == "0":
-        print_plan(build_plan(config), config)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from mrl.data import SFTDataset
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics
 from mrl.workers.group import RankPool
-from mrl.workers.job import job_spec, roles_on, run_job
+from mrl.workers.job import roles_on, run_job, serve_as_rank, supervised_job_spec
 
 
 class SFTTrainer:
@@ -46,7 +46,9 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train up to the configured number of steps, resuming as trainer.resume_mode says."""
-        spec = job_spec(self.config, self.plan, self.total_steps, with_rollout=False)
+        if serve_as_rank(self.config):
+            return
+        spec = supervised_job_spec(self.config, self.plan, self.total_steps)
         run_job(self.config, self.plan, spec, self._run)
 
     def _run(self, pool: RankPool) -> None:

@@ -19,7 +19,7 @@ from mrl.algorithms.masks import loss_mask
 from mrl.algorithms.reductions import Mean, Metric, reduced
 from mrl.algorithms.token_rewards import score_tensors, token_rewards
 from mrl.batching.experience import Experience, Splits, collect, policy_batches, value_batches
-from mrl.checkpoint.folder import CheckpointFolder
+from mrl.checkpoint.folder import CheckpointFolder, Found
 from mrl.checkpoint.state import TrainerState, is_due
 from mrl.config import (
     Config,
@@ -39,8 +39,8 @@ from mrl.tracking.rollouts import rollout_rows
 from mrl.tracking.timers import Timers
 from mrl.types import Prompt, Ragged, Sample, SamplingParams, Score
 from mrl.validation import Validator, score_item
-from mrl.workers.group import RankPool
-from mrl.workers.job import Roles, job_spec, roles_on, run_job
+from mrl.workers.group import RankPool, WorkerError
+from mrl.workers.job import Roles, job_spec, roles_on, run_job, serve_as_rank
 
 
 class RayPPOTrainer:
@@ -83,14 +83,17 @@ class RayPPOTrainer:
 
         Raises WorkerError with the first cause when a rank fails.
         """
-        last_step = min(self.total_steps, max_steps or self.total_steps)
+        if serve_as_rank(self.config):
+            return
+        last_step = self.total_steps if max_steps is None else min(self.total_steps, max_steps)
+        found = self._resume_point()
         # The schedule spans the configured run, so a run cut short equals the start of a long one.
         spec = job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, last_step))
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, last_step, found))
 
-    def _run(self, pool: RankPool, last_step: int) -> None:
+    def _run(self, pool: RankPool, last_step: int, found: Found | None) -> None:
         roles = roles_on(pool, self.config, self.plan)
-        state = self._resume(roles)
+        state = self._resume(roles, found)
         reward = self.config.reward
         with (
             RewardRunner(
@@ -100,19 +103,31 @@ class RayPPOTrainer:
         ):
             _Run(self, roles, scorer, recorder, state, last_step).loop()
 
-    def _resume(self, roles: Roles) -> TrainerState:
-        """Load the newest complete checkpoint, as trainer.resume_mode says."""
+    def _resume_point(self) -> Found | None:
+        """Choose the checkpoint to continue from and set later ones aside; starts nothing.
+
+        Raises ValueError for a checkpoint that is damaged or not of this kind of training.
+        """
         trainer = self.config.trainer
         latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
         for skipped in latest.skipped:
             print(f"not resuming from {skipped.path}: {skipped.reason}")
-        if latest.found is None:
-            self.checkpoints.set_aside(-1)
-            kl = kl_controller(self.config.algorithm.kl_ctrl)
-            return TrainerState(0, 0, trainer.seed, asdict(self.stream.state()), kl.coef)
         found = latest.found
+        if found is not None and not TrainerState.load(found.path).stream:
+            raise ValueError(
+                f"{found.path} is of supervised training: train into another "
+                f"trainer.default_local_dir, with model.path={found.path}/actor/huggingface"
+            )
+        self.checkpoints.set_aside(found.step if found else -1)
+        return found
+
+    def _resume(self, roles: Roles, found: Found | None) -> TrainerState:
+        """Load a checkpoint into the roles and the stream; without one, start at step 0."""
+        if found is None:
+            kl = kl_controller(self.config.algorithm.kl_ctrl)
+            stream = asdict(self.stream.state())
+            return TrainerState(0, 0, self.config.trainer.seed, stream, kl.coef)
         print(f"resuming from {found.path}")
-        self.checkpoints.set_aside(found.step)
         state = TrainerState.load(found.path)
         self.stream.restore(StreamState(**state.stream))
         roles.actor.load(found.path / "actor")
@@ -152,12 +167,16 @@ class _Run:
         self.roles.rollout.sync(first)
         if trainer.val_only or (trainer.val_before_train and first == 0):
             metrics = self.validator(first)
+            if trainer.val_only:
+                self.recorder.show(first, metrics)
+                return
             if metrics:
                 self.recorder.step(first, metrics)
-        if trainer.val_only:
-            return
         for step in range(first + 1, self.last_step + 1):
-            self.step(step)
+            try:
+                self.step(step)
+            except WorkerError as error:
+                raise WorkerError(f"in step {step}, {error}") from None
         self.recorder.finish(f"{self.last_step} steps, {self.recorder.folder}")
 
     def step(self, step: int) -> None:
@@ -170,12 +189,16 @@ class _Run:
         batch = collect(groups)
         with timer("reward"):
             scores = self._score(prompts, batch.samples)
+        self.recorder.rollouts(
+            "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
+        )
         with timer("old_log_prob"):
             old_log_probs, entropies = roles.actor.log_probs(batch.sequences)
         with timer("ref"):
             ref_log_probs = roles.ref.log_probs(batch.sequences) if roles.ref else None
         with timer("values"):
             values = roles.critic.values(batch.sequences) if roles.critic else None
+        kl_coef = self.kl.coef
         with timer("adv"):
             rewards, found = self._advantages(batch, scores, old_log_probs, ref_log_probs, values)
             live = loss_mask(batch.mask, score_tensors(scores)[1])
@@ -198,9 +221,6 @@ class _Run:
             validation = self._validate(step)
         with timer("save_checkpoint"):
             self._save(step)
-        self.recorder.rollouts(
-            "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
-        )
         scored = ScoredBatch.of(
             batch, self.config.data.max_prompt_length, scores, old_log_probs, rewards,
             found.advantages, found.returns, values,
@@ -208,7 +228,7 @@ class _Run:
         self.recorder.step(step, {
             **summarise_batch(scored),
             "actor/entropy": float(entropies.values.mean()),
-            "actor/reward_kl_penalty_coeff": self.kl.coef,
+            "actor/reward_kl_penalty_coeff": kl_coef,
             **updates,
             **sync_metrics(traffic),
             **memory_metrics(memory),

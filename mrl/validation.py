@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from mrl.algorithms.reductions import Mean, reduced
@@ -42,10 +42,14 @@ class Validator:
         )
 
     def __call__(self, step: int) -> Mapping[str, float]:
-        """Give `val-core/<data_source>/<acc|reward>/mean@<n>`; nothing without held-out rows."""
+        """Give `val-core/<data_source>/<acc|reward>/mean@<n>` over the scored samples.
+
+        `val-aux/<data_source>/unscored` counts the others. Nothing without held-out rows.
+        """
         if self.dataset is None:
             return {}
         results: dict[str, list[float]] = defaultdict(list)
+        unscored: Counter[str] = Counter()
         rows: list[RolloutRow] = []
         for prompts in validation_batches(self.dataset, self.config.data.val_batch_size):
             groups = self.rollout.generate(prompts, self.sampling)
@@ -57,12 +61,14 @@ class Validator:
             rows += rollout_rows(step, by_uid, samples, scores)
             for sample, score in zip(samples, scores, strict=True):
                 name, value = _result(score)
+                source = by_uid[sample.uid].data_source
+                unscored[f"val-aux/{source}/unscored"] += value is None
                 if value is not None:
-                    source = by_uid[sample.uid].data_source
                     results[f"val-core/{source}/{name}/mean@{self.sampling.n}"].append(value)
         self.recorder.rollouts("validation", step, rows)
         self.recorder.samples(step, rows[: self.config.trainer.log_val_generations])
-        return reduced({name: Mean.of(values) for name, values in results.items()})
+        means = reduced({name: Mean.of(values) for name, values in results.items()})
+        return {**means, **{name: float(count) for name, count in unscored.items()}}
 
 
 def score_item(prompt: Prompt, sample: Sample) -> ScoreItem:

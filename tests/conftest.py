@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
-    from tests.ranks import Ranks
     from mrl.workers.specs import JobSpec
+    from tests.ranks import Ranks
     from tests.runs import Inputs, Recording
 
 _RANKS = pytest.StashKey["Ranks"]()

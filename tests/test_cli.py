@@ -19,9 +19,7 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def refuse(
-    inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Refuse:
+def refuse(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
     """Give the one message with which `mrl train` refuses a config file and overrides."""
 
     def refuse(*changes: str, config: Path = inputs.config, command: str = "train") -> str:

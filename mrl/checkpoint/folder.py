@@ -60,7 +60,7 @@ class CheckpointFolder:
         """
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1, or None for all")
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # ranks may work in another folder
         self.keep = keep
         self._drafts: dict[int, Path] = {}
 

@@ -31,8 +31,7 @@ class Recorder:
         self._console = ConsoleLog(total_steps) if "console" in loggers else None
         self._board = None
         if "tensorboard" in loggers:
-            purge = resume_step + 1 if resume_step else None
-            self._board = TensorBoard(self.folder / "tensorboard", purge)
+            self._board = TensorBoard(self.folder / "tensorboard", purge_step=resume_step + 1)
 
     def start(self, title: str, ranks: Sequence[RankInfo]) -> None:
         """Open the console's part and say where the ranks run; ranks.json has each of them."""
@@ -49,6 +48,11 @@ class Recorder:
         self._metrics.write(step, metrics)
         if self._board is not None:
             self._board.scalars(step, metrics)
+        if self._console is not None:
+            self._console.step(step, metrics)
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print metrics that are not part of the training record."""
         if self._console is not None:
             self._console.step(step, metrics)
 

@@ -50,9 +50,9 @@ class Actor:
             return None
         return {"sft/loss": Sum(sums["loss"]), **update_metrics("sft", update)}
 
-    def save(self, folder: Path) -> None:
-        """Write the Hugging Face weights and this rank's optimizer state."""
-        self.engine.save(folder)
+    def save(self, folder: Path) -> tuple[str, ...]:
+        """Write the Hugging Face weights and this rank's optimizer state; give the files seen."""
+        return self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

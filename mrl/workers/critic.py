@@ -36,9 +36,9 @@ class Critic:
             **update_metrics("critic", update),
         }
 
-    def save(self, folder: Path) -> None:
-        """Write the weights, the value head and this rank's optimizer state."""
-        self.engine.save(folder)
+    def save(self, folder: Path) -> tuple[str, ...]:
+        """Write weights, value head and this rank's optimizer state; give the files seen."""
+        return self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

@@ -102,8 +102,17 @@ class TrainGroup:
         return merge(answers)
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state below `folder`."""
-        call_all(self.pool, self.role, "save", folder)
+        """Write weights and optimizer state below `folder`.
+
+        Raises OSError when a rank wrote what this process cannot see.
+        """
+        for rank, files in enumerate(call_all(self.pool, self.role, "save", folder)):
+            lost = [file for file in files if not (folder / file).is_file()]
+            if lost:
+                raise OSError(
+                    f"rank {rank} wrote {lost[0]} below {folder}, which is not to be seen here: "
+                    "trainer.default_local_dir must lie on a disk that all nodes share"
+                )
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

@@ -75,7 +75,7 @@ class WorkerHost:
 
         def engine(role: RoleSpec) -> MegatronEngine:
             if role.layout not in made:
-                made[role.layout] = ParallelGroups(role.layout, spec.seed)
+                made[role.layout] = ParallelGroups(role.layout, spec.seed, spec.timeout_s)
             return MegatronEngine(role, made[role.layout], self.device)
 
         self._roles["actor"] = Actor(engine(spec.actor), spec.policy_loss)

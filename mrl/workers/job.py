@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from mrl.resharding.families import ModelShape
 from mrl.types import Batching
 from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup, call_all
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RankInfo, RoleSpec, RolloutSpec
-from mrl.workers.spmd import SpawnedPool, run_under_launcher
+from mrl.workers.spmd import SpawnedPool, run_under_launcher, serve_rank
 
 Control = Callable[[RankPool], None]
 
@@ -39,12 +39,20 @@ def device_of(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def job_spec(config: Config, plan: RunPlan, total_steps: int, with_rollout: bool = True) -> JobSpec:
+def supervised_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
+    """Cut the job of supervised training: the actor alone, one optimizer step a step."""
+    spec = job_spec(config, plan, total_steps)
+    actor = replace(spec.actor, total_steps=total_steps, temperature=1.0)
+    return replace(spec, actor=actor, critic=None, ref=None, rollout=None)
+
+
+def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     """Cut what each rank needs out of the config; `total_steps` are the trainer's."""
     actor = config.actor
     rollout = RolloutSpec(
         config=config.rollout,
-        path=config.model.path,
+        path=str(Path(config.model.path).absolute()),
+        tokenizer_path=str(Path(plan.tokenizer_path).absolute()),
         max_model_len=plan.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
         resharding=config.resharding,
@@ -59,10 +67,10 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int, with_rollout: bool
             kl_loss_coef=actor.kl_loss_coef,
             kl_loss_type=actor.kl_loss_type,
         ),
-        critic=_enabled(config, plan, "critic", total_steps) if with_rollout else None,
+        critic=_enabled(config, plan, "critic", total_steps),
         cliprange_value=config.critic.cliprange_value,
-        ref=_enabled(config, plan, "ref", total_steps) if with_rollout else None,
-        rollout=rollout if with_rollout else None,
+        ref=_enabled(config, plan, "ref", total_steps),
+        rollout=rollout,
         device=device_of(config),
         ranks_per_node=config.trainer.n_gpus_per_node,
         seed=config.trainer.seed,
@@ -78,7 +86,7 @@ def _role(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpe
     optim = {"actor": config.actor.optim, "critic": config.critic.optim, "ref": None}[name]
     return RoleSpec(
         name=name,
-        path=plan.roles[name].model_path,
+        path=str(Path(plan.roles[name].model_path).absolute()),
         head="value" if name == "critic" else "lm",
         layout=role_settings(config, name).megatron,
         optim=optim,
@@ -117,6 +125,45 @@ def _batching(micro_batch_size: int | None, max_tokens: int | None) -> Batching:
     return Batching(micro_batch_size=micro_batch_size, max_tokens=max_tokens)
 
 
+def serve_as_rank(config: Config) -> bool:
+    """Serve the controller if torchrun or srun made this process another rank than 0.
+
+    Gives False, at once, where this process is the controller's.
+    """
+    environment = launcher_environment(os.environ)
+    if config.trainer.launcher == "ray" or not environment:
+        return False
+    os.environ.update(environment)
+    if environment["RANK"] == "0":
+        return False
+    serve_rank(device_of(config))
+    return True
+
+
+def launcher_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables of a rank that a launcher started, srun's under torchrun's names.
+
+    Empty without a launcher. Raises ValueError for an environment that is only half there.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: given[name] for name in names if name in given}
+    if "RANK" not in found:
+        if int(given.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in given:
+            return {}
+        found |= {
+            "RANK": given["SLURM_PROCID"],
+            "LOCAL_RANK": given["SLURM_LOCALID"],
+            "WORLD_SIZE": given["SLURM_NTASKS"],
+        }
+    lost = [name for name in names if name not in found]
+    if lost:
+        raise ValueError(
+            f"this process is rank {found['RANK']} of a launcher, but {', '.join(lost)} is not "
+            "set: start it with torchrun, or set it in the batch script (see launch/)"
+        )
+    return found
+
+
 def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> None:
     """Start the ranks by `trainer.launcher`, run `control(pool)` beside them, and end them.
 
@@ -132,7 +179,7 @@ def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> N
             control(ray_pool)
         finally:
             ray_pool.close()
-    elif "RANK" in os.environ:
+    elif launcher_environment(os.environ):
         _run_launched(plan, spec, control)
     else:
         if config.trainer.nnodes > 1:

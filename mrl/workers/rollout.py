@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +76,24 @@ def build_engine(spec: RolloutSpec, device: torch.device) -> Engine:
     return VLLMEngine(spec, device)
 
 
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed every generator that an engine draws from, and put them back afterwards.
+
+    vLLM's second model runner takes each request's seed from numpy, its first one draws from
+    torch.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    state = np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+
+
 class Rollout:
     """The rollout role: generates with the actor's weights of the last sync."""
 
@@ -107,9 +128,7 @@ class Rollout:
         """
         groups: list[tuple[Sample, ...]] = []
         if requests:
-            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(sampling.seed + _REPLICA_SEED_STRIDE * self.replica)
+            with _seeded(sampling.seed + _REPLICA_SEED_STRIDE * self.replica):
                 groups = self.engine.generate(requests, sampling, self.version)
         return groups if self.tp_rank == 0 else None
 
@@ -134,7 +153,12 @@ class Rollout:
             # Training leaves its activations' blocks cached; the engine needs that memory now.
             torch.cuda.empty_cache()
         self.engine.wake_weights()
+        start = time.perf_counter()
         stats = self.resharder.run()
+        if torch.cuda.is_available():
+            # The exchange itself never waits for the host; its time is known only once it has.
+            torch.cuda.synchronize()
+            stats = replace(stats, seconds=time.perf_counter() - start)
         if self.spec.resharding.verify:
             compare_ends(
                 self.resharder.plan, self.rank, self.source_params, self.params, Distributed()

@@ -27,7 +27,7 @@ class HFEngine:
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
         self.model.requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(
-            spec.path, trust_remote_code=spec.trust_remote_code
+            spec.tokenizer_path, trust_remote_code=spec.trust_remote_code
         )
         self.stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.tokenizer)
 

@@ -38,6 +38,7 @@ class VLLMEngine:
             vllm._custom_ops._supports_onednn = False
         self.llm = vllm.LLM(
             model=spec.path,
+            tokenizer=spec.tokenizer_path,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.tensor_model_parallel_size,
             load_format="dummy",
@@ -46,7 +47,7 @@ class VLLMEngine:
             trust_remote_code=spec.trust_remote_code,
             max_model_len=spec.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, spec.max_model_len),
+            max_num_batched_tokens=config.max_num_batched_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_memory_bytes=None if on_gpu else config.cpu_kv_cache_gib * _GIB,
             enforce_eager=config.enforce_eager or not on_gpu,

@@ -39,6 +39,7 @@ class RolloutSpec:
 
     config: RolloutConfig
     path: str
+    tokenizer_path: str
     max_model_len: int
     trust_remote_code: bool
     resharding: ReshardingConfig

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class SpawnedPool(SpmdPool):
             "MRL_AUTHKEY": authkey.hex(),
         }
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with self._logs[rank].open("wb") as log:
+        with self._logs[rank].open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "mrl.workers.spmd"],
                 env=environment,
@@ -301,46 +302,60 @@ def _main() -> None:
 def run_under_launcher(
     device: str, control: Callable[[Callable[[JobSpec], SpmdPool]], None]
 ) -> None:
-    """Take part in a job that torchrun or srun started; returns when the job is over.
+    """Be rank 0 and the controller of a job that torchrun or srun started.
 
-    `control(make_pool)` is the controller; it runs in a thread of rank 0, since the roles want
-    the main thread. When it fails, rank 0 prints the cause and ends non-zero, which makes the
-    launcher end the other ranks.
+    `control(make_pool)` is the controller; it runs in a thread, since the roles want the main
+    thread. When it fails, rank 0 prints the cause and ends non-zero, which makes the launcher end
+    the other ranks.
     """
+    store, world_size = _meet(device)
+    authkey = secrets.token_bytes(AUTHKEY_BYTES)
+    # on every address: MASTER_ADDR may name a loopback one on its own host
+    listener = Listener(("", 0), backlog=world_size, authkey=authkey)
+    store.set("controller", f"{os.environ['MASTER_ADDR']}:{listener.address[1]}:{authkey.hex()}")
+
+    def make_pool(spec: JobSpec) -> SpmdPool:
+        pool = SpmdPool(listener, world_size, spec)
+        pool.start()
+        return pool
+
+    def run() -> None:
+        try:
+            control(make_pool)
+        except BaseException as error:
+            # Process edge: the main thread may hang in a collective, so end from here.
+            text = f"{type(error).__name__}: {error}"
+            if not isinstance(error, WorkerError):
+                traceback.print_exc()
+            print(text, file=sys.stderr, flush=True)
+            _tell_torchrun(text)
+            os._exit(1)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    _work_for_controller(store)
+    thread.join()
+
+
+def serve_rank(device: str) -> None:
+    """Be a rank other than 0 of a job that torchrun or srun started, until it is over."""
+    store, _ = _meet(device)
+    _work_for_controller(store)
+
+
+def _meet(device: str) -> tuple[dist.Store, int]:
+    """Join the launcher's ranks; give the store that they share and their number."""
     store, rank, world_size = next(dist.rendezvous("env://"))
     local_rank = int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     os.environ |= rank_environment(rank, local_rank, world_size, local_size, device, os.environ)
-    store = dist.PrefixStore("mrl", store)
-    thread = None
-    if rank == 0:
-        host = os.environ["MASTER_ADDR"]
-        authkey = secrets.token_bytes(AUTHKEY_BYTES)
-        listener = Listener((host, 0), backlog=world_size, authkey=authkey)
-        store.set("controller", f"{host}:{listener.address[1]}:{authkey.hex()}")
+    return dist.PrefixStore("mrl", store), world_size
 
-        def make_pool(spec: JobSpec) -> SpmdPool:
-            pool = SpmdPool(listener, world_size, spec)
-            pool.start()
-            return pool
 
-        def run() -> None:
-            try:
-                control(make_pool)
-            except BaseException as error:
-                # Process edge: the main thread may hang in a collective, so end from here.
-                text = f"{type(error).__name__}: {error}"
-                print(text, file=sys.stderr, flush=True)
-                _tell_torchrun(text)
-                os._exit(1)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+def _work_for_controller(store: dist.Store) -> None:
     host, port, key = store.get("controller").decode().rsplit(":", 2)
-    connection = connect((host, int(port)), bytes.fromhex(key), rank)
+    connection = connect((host, int(port)), bytes.fromhex(key), int(os.environ["RANK"]))
     work(connection, dist.PrefixStore("ranks", store))
-    if thread is not None:
-        thread.join()
 
 
 def _tell_torchrun(cause: str) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.config.schema import MegatronConfig
-from mrl.types import Batching, Ragged, Sequences
+from mrl.config.schema import MegatronConfig, OptimConfig
+from mrl.types import Batching, PolicyBatch, Ragged, Sequences
 from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RoleSpec
 from tests.models import write_model
@@ -37,6 +38,20 @@ def job(path: Path, impl: str) -> JobSpec:
     return JobSpec(role, loss, None, 0.5, None, None, "cuda", 1, 1, 60.0)
 
 
+def write_wide(folder: Path, kind: str) -> Path:
+    """Write a model with heads of 64, which Transformer Engine's fused attention takes."""
+    return write_model(
+        folder, kind, hidden_size=256, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=512, max_position_embeddings=256, initializer_range=0.05,
+    )  # fmt: skip
+
+
+def random_sequences() -> tuple[list[torch.Tensor], Sequences]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(2, 50, (length,), generator=generator) for length in LENGTHS]
+    return rows, Sequences(Ragged.from_rows(rows), torch.tensor(RESPONSES))
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -51,14 +66,8 @@ def test_packed_bfloat16_log_probs_follow_transformers_in_float32(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    # heads of 64: what Transformer Engine's fused attention takes
-    folder = write_model(
-        tmp_path, kind, hidden_size=256, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=512, max_position_embeddings=256, initializer_range=0.05,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(2, 50, (length,), generator=generator) for length in LENGTHS]
-    sequences = Sequences(Ragged.from_rows(rows), torch.tensor(RESPONSES))
+    folder = write_wide(tmp_path, kind)
+    rows, sequences = random_sequences()
     host = WorkerHost(job(folder, impl), alone)
     try:
         packed = host.call("actor", "log_probs", (sequences, Batching(max_tokens=4096)))[0]
@@ -73,3 +82,33 @@ def test_packed_bfloat16_log_probs_follow_transformers_in_float32(
     twin = torch.cat(expected)
     assert (packed.values - twin).abs().mean() < 0.02
     assert (packed.values - single.values).abs().mean() < 0.01
+
+
+def test_transformer_engine_trains_as_the_local_layers_do(
+    tmp_path: Path, alone: dist.TCPStore
+) -> None:
+    folder = write_wide(tmp_path / "model", "qwen2")
+    _, sequences = random_sequences()
+    lengths = sequences.response_lengths
+    total = int(lengths.sum())
+    advantages = Ragged(torch.randn(total, generator=torch.Generator().manual_seed(1)), lengths)
+    weights = Ragged(torch.full((total,), 1 / total), lengths)
+    norms = {}
+    for impl in ("local", "transformer_engine"):
+        spec = job(folder, impl)
+        spec = replace(spec, actor=replace(spec.actor, optim=OptimConfig(lr=1e-4), total_steps=9))
+        host = WorkerHost(spec, dist.PrefixStore(impl, alone))
+        try:
+            old, _ = host.call("actor", "log_probs", (sequences, Batching(max_tokens=4096)))
+            batch = PolicyBatch(sequences, old, advantages, weights, None)
+            for step in range(3):
+                if step == 1:
+                    host.call("actor", "save", (tmp_path / impl,))
+                    host.call("actor", "load", (tmp_path / impl,))
+                metrics = host.call("actor", "update", (batch, Batching(micro_batch_size=2)))
+                norms[impl, step] = metrics["actor/grad_norm"].value
+        finally:
+            host.close()
+    for step in range(3):
+        expected = pytest.approx(norms["local", step], rel=0.03)
+        assert norms["transformer_engine", step] == expected

@@ -157,7 +157,7 @@ def test_metrics_count_every_part_once() -> None:
 
 
 def test_checkpoints_are_asked_of_every_rank() -> None:
-    pool = LocalPool(4, lambda rank, method, args: None)
+    pool = LocalPool(4, lambda rank, method, args: ())
     ranks = MegatronRanks(2, 1, 2)
     one = Batching(micro_batch_size=1)
     group = TrainGroup(pool, "critic", ranks, one, one, 64)
@@ -168,6 +168,15 @@ def test_checkpoints_are_asked_of_every_rank() -> None:
         for method in ("save", "load")
         for rank in range(4)
     ]
+
+
+def test_a_file_that_only_a_rank_can_see_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "seen").touch()
+    pool = LocalPool(2, lambda rank, method, args: ("seen", "elsewhere")[: rank + 1])
+    one = Batching(micro_batch_size=1)
+    group = TrainGroup(pool, "actor", MegatronRanks(2, 1, 1), one, one, 64)
+    with pytest.raises(OSError, match=r"rank 1 wrote elsewhere .* all nodes share"):
+        group.save(tmp_path)
 
 
 def answer_prompts(tp: int) -> Callable[..., Any]:

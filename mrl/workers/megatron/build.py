@@ -52,11 +52,18 @@ class Precision:
         has_te = importlib.util.find_spec("transformer_engine") is not None
         impl = layout.transformer_impl
         if impl == "auto":
-            impl = "transformer_engine" if on_gpu and has_te else "local"
+            # Transformer Engine's packed attention takes half precision alone
+            use_te = on_gpu and has_te and dtype == "bfloat16"
+            impl = "transformer_engine" if use_te else "local"
         if impl == "transformer_engine" and not (on_gpu and has_te):
             missing = "is not installed" if on_gpu else "needs a GPU"
             raise ValueError(
                 f"megatron.transformer_impl=transformer_engine: Transformer Engine {missing}; "
+                "use transformer_impl=local"
+            )
+        if impl == "transformer_engine" and dtype != "bfloat16":
+            raise ValueError(
+                f"megatron.dtype={dtype}: Transformer Engine's packed attention takes bfloat16; "
                 "use transformer_impl=local"
             )
         return Precision(device, getattr(torch, dtype), impl)

@@ -105,13 +105,18 @@ class MegatronEngine:
                 sums[name] = float(torch.stack([report[name] for report in reports]).sum())
         return sums, update
 
-    def save(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder and every rank's optimizer state."""
+    def save(self, folder: Path) -> tuple[str, ...]:
+        """Write the weights as a Hugging Face folder and every rank's optimizer state.
+
+        Gives the files that this rank then sees below `folder`.
+        """
         assert self.trainer is not None
         self.weights.export(folder / _WEIGHTS_FOLDER, Path(self.spec.path))
         path = folder / _OPTIMIZER_FILE.format(rank=dist.get_rank())
         path.parent.mkdir(parents=True, exist_ok=True)
         self.trainer.save(path)
+        files = (file for file in folder.rglob("*") if file.is_file())
+        return tuple(sorted(str(file.relative_to(folder)) for file in files))
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, in the layout that wrote it."""

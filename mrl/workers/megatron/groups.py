@@ -7,6 +7,7 @@ are lifted out as a snapshot, and `ParallelGroups.active()` puts them back while
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,7 @@ _EMPTY = _snapshot()
 class ParallelGroups:
     """The process groups of a layout, made collectively by all ranks."""
 
-    def __init__(self, layout: MegatronConfig, seed: int) -> None:
+    def __init__(self, layout: MegatronConfig, seed: int, timeout_s: float) -> None:
         """Create the groups; every rank of the job calls this in the same order.
 
         Raises ValueError when the layout does not divide the ranks.
@@ -55,6 +56,7 @@ class ParallelGroups:
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
                 context_parallel_size=cp,
+                distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
                 # the optimizer asks for the gloo groups by name
                 create_gloo_process_groups=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,15 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mrl.config.plan import warmup_steps
 from mrl.config.schema import MegatronConfig, OptimConfig
 
 
@@ -108,8 +115,8 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        for part in chained:
+        chained = isinstance(self.optimizer, ChainedOptimizer)
+        for part in self.optimizer.chained_optimizers if chained else [self.optimizer]:
             yield part.optimizer
 
     def save(self, path: Path) -> None:
@@ -125,6 +132,8 @@ class Trainer:
             for inner in self._inner()
         ]
         torch.save({"optimizers": parts, "schedule": self.schedule.state_dict()}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; the weights of the model are loaded apart.
@@ -151,16 +160,21 @@ class Trainer:
             for group, tensors in zip(inner.param_groups, part["params"], strict=True):
                 for param, tensor in zip(group["params"], tensors, strict=True):
                     param.data.copy_(tensor)
+            # The settings are this run's, not the saved run's; a step count is state.
+            settings = [
+                {k: v for k, v in group.items() if k not in ("params", "step")}
+                for group in inner.param_groups
+            ]
             inner.load_state_dict(part["state"])
+            for group, kept in zip(inner.param_groups, settings, strict=True):
+                group.update(kept)
         self.schedule.load_state_dict(saved["schedule"])
 
 
 def _schedule(
     optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int
 ) -> OptimizerParamScheduler:
-    warmup = optim.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(optim.lr_warmup_steps_ratio * total_steps)
+    warmup = warmup_steps(optim, total_steps)
     # Megatron wants the decay to end after the warm-up even where nothing decays.
     decay = max(total_steps, warmup + 1)
     return OptimizerParamScheduler(
@@ -175,4 +189,7 @@ def _schedule(
         end_wd=optim.weight_decay,
         wd_incr_steps=decay,
         wd_incr_style="constant",
+        # after a resume the config rules, not the checkpoint
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
