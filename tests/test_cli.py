@@ -186,15 +186,14 @@ def test_a_plan_has_the_worked_numbers(empty: str) -> None:
     assert plan["prompts_per_replica"] == [20, 20, 20]
     assert plan["sequences_per_replica"] == [240, 240, 240]
     actor = plan["roles"]["actor"]
-    found = {key: actor[key] for key in
-             ("dp", "samples_per_rank", "micro_batches", "logprob_passes", "optimizer_steps")}  # fmt: skip
-    assert found == {
+    expected = {
         "dp": 6,
         "samples_per_rank": 120,
         "micro_batches": 15,
         "logprob_passes": 15,
         "optimizer_steps": 1,
     }
+    assert {key: actor[key] for key in expected} == expected
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     actor = json.loads(run_mrl("plan", empty, "--json", *WORKED, ulysses).stdout)["roles"]["actor"]
     assert (actor["dp"], actor["samples_per_rank"], actor["micro_batches"]) == (3, 240, 30)

@@ -107,7 +107,14 @@ def spec_of(model: Path, tp: int, pp: int, engine: str, engine_tp: int) -> JobSp
         max_num_seqs=32,
         max_num_batched_tokens=512,
     )
-    rollout = RolloutSpec(config, str(model), MODEL_LENGTH, False, ReshardingConfig())
+    rollout = RolloutSpec(
+        config=config,
+        path=str(model),
+        tokenizer_path=str(model),
+        max_model_len=MODEL_LENGTH,
+        trust_remote_code=False,
+        resharding=ReshardingConfig(verify=True),
+    )
     return replace(jobs.job(actor), rollout=rollout, timeout_s=START_LIMIT_S)
 
 

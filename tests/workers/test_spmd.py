@@ -29,8 +29,8 @@ from tests.workers import jobs
 
 KEY = b"k" * 32
 
-# A rank without a model: `sleep` seconds then give a value, `raise`, `kill` itself, or `meet` another
-# rank: leave a file of its own and wait for the other's.
+# A rank without a model: `sleep` seconds then give a value, `raise`, `kill` itself, or `meet`
+# another rank: leave a file of its own and wait for the other's.
 RANK = """
 import os, signal, sys, time
 from mrl.workers.wire import connect, receive, serve
@@ -134,7 +134,7 @@ def test_a_death_is_the_cause_of_the_errors_around_it() -> None:
 
 def test_calls_after_a_failure_fail_with_the_first_cause() -> None:
     with toy(2) as pool:
-        with pytest.raises(WorkerError, match="ended during actor.kill"):
+        with pytest.raises(WorkerError, match=r"ended during actor\.kill"):
             call_all(pool, "actor", "kill")
         with pytest.raises(WorkerError, match=r"ended during actor\.kill"):
             call_all(pool, "actor", "sleep", 0.0, None)
