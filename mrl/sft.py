@@ -9,7 +9,7 @@ import numpy as np
 
 from mrl.algorithms.reductions import reduced
 from mrl.batching.experience import supervised_batch
-from mrl.checkpoint.folder import CheckpointFolder
+from mrl.checkpoint.folder import CheckpointFolder, Found
 from mrl.checkpoint.state import TrainerState, is_due
 from mrl.config import (
     Config,
@@ -48,19 +48,25 @@ class SFTTrainer:
         """Train up to the configured number of steps, resuming as trainer.resume_mode says."""
         if serve_as_rank(self.config):
             return
-        spec = supervised_job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, self._run)
-
-    def _run(self, pool: RankPool) -> None:
-        roles = roles_on(pool, self.config, self.plan)
-        actor = roles.actor
         trainer = self.config.trainer
         latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
-        first = latest.found.step if latest.found else 0
-        self.checkpoints.set_aside(first if latest.found else -1)
-        if latest.found:
-            print(f"resuming from {latest.found.path}")
-            actor.load(latest.found.path / "actor")
+        for skipped in latest.skipped:
+            print(f"not resuming from {skipped.path}: {skipped.reason}")
+        found = latest.found
+        self.checkpoints.set_aside(found.step if found else -1)
+        if found is not None and found.step >= self.total_steps:
+            print(f"nothing to train: {found.path} is step {found.step} of {self.total_steps}")
+            return
+        spec = supervised_job_spec(self.config, self.plan, self.total_steps)
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, found))
+
+    def _run(self, pool: RankPool, found: Found | None) -> None:
+        roles = roles_on(pool, self.config, self.plan)
+        actor, trainer = roles.actor, self.config.trainer
+        first = found.step if found else 0
+        if found is not None:
+            print(f"resuming from {found.path}")
+            actor.load(found.path / "actor")
         with Recorder(self.config, self.plan, self.total_steps, first) as recorder:
             recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", roles.ranks)
             for step in range(first + 1, self.total_steps + 1):

@@ -65,6 +65,8 @@ class VLLMEngine:
         self, requests: Sequence[Request], sampling: SamplingParams, policy_version: int
     ) -> list[tuple[Sample, ...]]:
         """Draw `sampling.n` responses a request, in order."""
+        # What earlier calls left there would change how requests are batched, and so the draw.
+        self._forget_prefixes()
         params = vllm.SamplingParams(
             n=sampling.n,
             temperature=sampling.temperature,
@@ -128,6 +130,9 @@ class VLLMEngine:
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(f"rank {dist.get_rank()}: vLLM refused to reset its prefix cache")
 

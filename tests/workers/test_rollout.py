@@ -73,21 +73,21 @@ def spoil_engine(host: WorkerHost, rank: int) -> None:
         next(iter(params.values())).view(-1)[0] += 1e-3
 
 
-def empty_prefix_cache(host: WorkerHost) -> None:
-    """Make the engine forget every prefix; runs on a rank."""
-    host._roles["rollout"].engine.wake_cache()
+def greedy_log_probs(host: WorkerHost, token_ids: tuple[int, ...]) -> tuple[int, tuple[float, ...]]:
+    """Ask vLLM itself, which forgets no prefix; runs on a rank.
 
-
-def cached_tokens(host: WorkerHost, token_ids: tuple[int, ...]) -> int:
-    """Ask vLLM how many tokens of a prompt it finds in its cache; runs on a rank."""
+    Gives the prompt's tokens that it found in its cache, and the log-probs of the answer.
+    """
     import vllm
 
-    outputs = host._roles["rollout"].engine.llm.generate(
+    output = host._roles["rollout"].engine.llm.generate(
         [vllm.inputs.TokensPrompt(prompt_token_ids=list(token_ids))],
-        vllm.SamplingParams(temperature=0.0, max_tokens=1),
+        vllm.SamplingParams(temperature=0.0, max_tokens=RESPONSE, logprobs=0),
         use_tqdm=False,
-    )
-    return outputs[0].num_cached_tokens
+    )[0]
+    answer = output.outputs[0]
+    log_probs = [row[t].logprob for t, row in zip(answer.token_ids, answer.logprobs, strict=True)]
+    return output.num_cached_tokens, tuple(log_probs)
 
 
 def set_temperature(host: WorkerHost, temperature: float) -> None:
@@ -224,16 +224,19 @@ def test_engine_equals_its_own_load_of_the_exported_checkpoint(
 def test_no_prefix_of_the_old_policy_survives_a_sync(vllm_job: Job) -> None:
     job = vllm_job
     longest = max(prompts_of(), key=lambda prompt: len(prompt.token_ids))
-    everywhere = [longest] * job.rollout.replicas
-    job.rollout.generate(everywhere, GREEDY)
     ids = longest.token_ids
-    assert min(job.pool.each(cached_tokens, token_ids=ids)) > 0, "the cache must be at work"
+    job.pool.each(greedy_log_probs, token_ids=ids)
+    cached, stale = job.pool.each(greedy_log_probs, token_ids=ids)[0]
+    assert cached > 0, "the cache must be at work, or this test holds nothing"
     update(job)
     job.rollout.sync(5)
-    with_cache = job.rollout.generate(everywhere, GREEDY)
-    assert gap(job, with_cache) < 1e-4
-    job.pool.each(empty_prefix_cache)
-    assert job.rollout.generate(everywhere, GREEDY) == with_cache
+    cached, fresh = job.pool.each(greedy_log_probs, token_ids=ids)[0]
+    assert cached == 0
+    assert fresh != pytest.approx(stale, abs=1e-2)
+    everywhere = [longest] * job.rollout.replicas
+    groups = job.rollout.generate(everywhere, GREEDY)  # as without a cache
+    assert {group[0].log_probs for group in groups} == {fresh}
+    assert gap(job, groups) < 1e-4
 
 
 def test_responses_keep_the_order_and_the_ids_of_the_prompts(job: Job) -> None:

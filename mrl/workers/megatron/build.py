@@ -162,8 +162,11 @@ def build_model(
     groups: ParallelGroups,
     rotary: Rotary,
     head: str,
+    initializer_range: float,
 ) -> GPTModel:
     """Build this rank's part of a model with an `lm` or a `value` head, weights not yet loaded.
+
+    A value head is drawn with std `initializer_range`.
 
     Call inside `groups.active()`.
     """
@@ -185,6 +188,10 @@ def build_model(
         model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(precision.device)
     if head == "value" and groups.is_last_stage:
         model.output_layer = ValueHead(
-            shape.hidden_size, config.sequence_parallel, precision.device
+            shape.hidden_size,
+            config.sequence_parallel,
+            precision.device,
+            initializer_range,
+            groups.seed,
         )
     return model.to(precision.device)

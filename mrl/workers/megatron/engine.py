@@ -47,7 +47,13 @@ class MegatronEngine:
         self.rotary = Rotary.of(config)
         with groups.active():
             self.module = build_model(
-                self.shape, spec.layout, self.precision, groups, self.rotary, spec.head
+                self.shape,
+                spec.layout,
+                self.precision,
+                groups,
+                self.rotary,
+                spec.head,
+                config.initializer_range,
             )
             self.weights = Weights(self.module, self.shape, self.precision, groups, spec.head)
             self.weights.load(Path(spec.path))

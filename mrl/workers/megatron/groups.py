@@ -64,6 +64,7 @@ class ParallelGroups:
             self.collection = ProcessGroupCollection.use_mpu_process_groups()
             self._state = _snapshot()
             _restore(before)
+        self.seed = seed
         self.tp, self.pp, self.cp = tp, pp, cp
         self.dp = world // (tp * pp * cp)
         self.tp_rank = self.collection.tp.rank()

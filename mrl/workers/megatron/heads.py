@@ -98,9 +98,22 @@ class ValueHead(nn.Module):
     gradient is summed over the tensor-parallel ranks as for a norm.
     """
 
-    def __init__(self, hidden_size: int, sequence_parallel: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        sequence_parallel: bool,
+        device: torch.device,
+        initializer_range: float,
+        seed: int,
+    ) -> None:
+        """Draw the weight as transformers draws a new head: normal, std `initializer_range`.
+
+        Every rank draws the same from `seed`.
+        """
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
+        generator = torch.Generator().manual_seed(seed)
+        weight = initializer_range * torch.randn(1, hidden_size, generator=generator)
+        self.weight = nn.Parameter(weight.to(device))
         self.weight.sequence_parallel = sequence_parallel
 
     def values(

@@ -62,7 +62,7 @@ class Weights:
     def load(self, folder: Path) -> None:
         """Fill the parameters from a Hugging Face folder, reading only this rank's slices.
 
-        A value head that the folder does not hold starts at zero.
+        A value head that the folder does not hold stays as it was drawn.
         """
         source = hf_layout(folder, self.shape, has_lm_head=self.head == "lm")
         load_into(folder, plan(source, self.layout), self.rank, self.params())
