@@ -85,7 +85,7 @@ class SpmdPool:
         with self._lock:
             self._count += 1
             number = self._count
-            self._pending[number] = (rank, f"{role}.{method}", future)
+            self._pending[number] = (rank, f"{role}.{method}".lstrip("."), future)
             try:
                 send(self._connections[rank], Call(number, role, method, args))
             except OSError:
