@@ -77,7 +77,7 @@ def test_a_hang_ends_at_the_limit_and_shows_where(ranks: Ranks) -> None:
 
 def test_a_job_that_cannot_be_built_is_told(ranks: Ranks, tmp_path: Path) -> None:
     with (
-        pytest.raises(WorkerError, match=r"failed in \.build(?s:.*)config\.json"),
+        pytest.raises(WorkerError, match=r"failed in build(?s:.*)config\.json"),
         ranks.job(1, job(role(tmp_path))),
     ):
         pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,6 +16,7 @@ def test_after_resuming_every_step_has_one_value(tmp_path: Path):
     with TensorBoard(tmp_path, purge_step=None) as board:
         for step in range(1, 8):
             board.scalars(step, {"actor/pg_loss": 1.0})
+    time.sleep(1.1)  # event files are read in the order of their names, which hold whole seconds
     with TensorBoard(tmp_path, purge_step=6) as board:
         for step in range(6, 10):
             board.scalars(step, {"actor/pg_loss": 2.0})

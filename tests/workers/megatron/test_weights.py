@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,23 @@ def test_bfloat16_is_rounded_once_on_load(ranks: Ranks, llama: Path, tmp_path: P
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_critic_without_a_stored_head_starts_at_zero(
+def test_a_critic_without_a_stored_head_draws_one_by_its_seed(
     ranks: Ranks, llama: Path, tmp_path: Path
 ) -> None:
     for path in llama.iterdir():
         if path.name != "value_head.safetensors":
             (tmp_path / path.name).symlink_to(path)
     spec = job(role(tmp_path, layout(pp=2)), role(tmp_path, layout(pp=2), "critic"))
-    with ranks.job(2, spec) as pool:
-        pool.each(export, name="critic", folder=tmp_path / "out")
-    assert not load_file(tmp_path / "out" / "value_head.safetensors")["weight"].any()
+    heads = []
+    for seed in (1, 1, 2):
+        folder = tmp_path / f"out{len(heads)}"
+        with ranks.job(2, replace(spec, seed=seed)) as pool:
+            pool.each(export, name="critic", folder=folder)
+        heads.append(load_file(folder / "value_head.safetensors")["weight"])
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    # the models of the tests spread their weights by 0.2
+    assert heads[0].std() == pytest.approx(0.2, rel=0.3)
 
 
 def tied_copies(host: WorkerHost) -> torch.Tensor:
