@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import record
 
 FOLDER = Path(__file__).resolve().parent
-NOT_BENCHMARKS = {"__init__", "record", "run"}
+NOT_BENCHMARKS = {"__init__", "record", "run", "sides"}
 
 
 def questions() -> dict[str, str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value")
         if name == "plan":
             command.add_argument("--json", action="store_true", help="print JSON")
+    reshard = add("reshard", _reshard, "print what a weight update moves, without torch or GPUs")
+    reshard.add_argument("config", help="a YAML file; model.path needs a config.json alone")
+    reshard.add_argument("overrides", nargs="*", metavar="key=value")
+    reshard.add_argument("--json", action="store_true", help="print JSON, bytes and seconds")
+    reshard.add_argument("--all", action="store_true", help="print every rank, not classes of them")
+    reshard.add_argument("--gpu", default="h100", help="h100 (default), h200 or a100-80")
+    reshard.add_argument("--network", help="hdr, ndr, xdr, roce-100 or roce-400, one adapter a GPU")
+    reshard.add_argument("--natural", action="store_true", help="rank i in engine slot i")
+    reshard.add_argument("--plot", metavar="FILE.png", help="draw layouts and traffic")
+    reshard.add_argument("--tensor", metavar="NAME", help="the tensor whose slices are drawn")
+    _add_convert(add("convert", _convert, "a Hugging Face folder to Megatron-Core, and back"))
     quickstart = add("quickstart", _quickstart, "the whole way on a laptop: make, warm up, train")
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="of the last stage")
     quickstart.add_argument("--config", default="configs/grpo/quickstart.yaml")
@@ -86,6 +98,25 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(json.dumps(plan.to_json(), indent=1))
     else:
         print_plan(plan, config)
+
+
+def _reshard(arguments: argparse.Namespace) -> None:
+    from mrl.config import load_config
+    from mrl.resharding.draw import print_report
+    from mrl.resharding.report import build_report
+
+    config = load_config(arguments.config, arguments.overrides)
+    report = build_report(
+        config, arguments.gpu, arguments.network, best_slots=not arguments.natural
+    )
+    if arguments.plot is not None:
+        from mrl.resharding.plot import save_plot
+
+        save_plot(report, Path(arguments.plot), arguments.tensor)
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        print_report(report, arguments.tensor, arguments.all)
 
 
 def _load(arguments: argparse.Namespace) -> Config:
@@ -131,6 +162,53 @@ def _sft(arguments: argparse.Namespace) -> None:
     from mrl.sft import SFTTrainer
 
     SFTTrainer(config, _tokenizer(config)).fit()
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert.add_argument("source", help="a Hugging Face folder or a Megatron checkpoint")
+    convert.add_argument("target", help="a folder that is not there yet")
+    convert.add_argument("--to", choices=("megatron", "hf"), help="default: what SOURCE is not")
+    for name, text in (
+        ("tp", "tensor-parallel ranks that will load it; any number can, these read least"),
+        ("pp", "pipeline stages (checked to fit the model; any number can load it)"),
+        ("vpp", "model chunks of a stage (checked, as --pp)"),
+        ("ep", "expert-parallel ranks (checked, as --pp)"),
+    ):
+        convert.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    convert.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel; default TP")
+    convert.add_argument("--dtype", help="round to it (default: every tensor keeps its own)")
+    convert.add_argument("--max-shard-size", metavar="SIZE", help="of a file, as 5GB (default)")
+    convert.add_argument(
+        "--keys",
+        default="auto",
+        help="auto, stacked, per_layer or per_shard: the form that sharded_state_dict() asks for",
+    )
+    convert.add_argument(
+        "--config", metavar="FOLDER", help="config.json and tokenizer of the model"
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from mrl.checkpoint.convert import Options, convert, parse_size
+
+    convert(
+        Path(arguments.source),
+        Path(arguments.target),
+        Options(
+            to=arguments.to,
+            tp=arguments.tp,
+            pp=arguments.pp,
+            vpp=arguments.vpp,
+            ep=arguments.ep,
+            etp=arguments.etp,
+            keys=arguments.keys,
+            dtype=arguments.dtype,
+            max_shard_bytes=arguments.max_shard_size and parse_size(arguments.max_shard_size),
+            config=Path(arguments.config) if arguments.config else None,
+        ),
+    )
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

@@ -51,6 +51,30 @@ def llama(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_moe(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE folder: norms on q and k, a dense layer and three of experts."""
+    from tests.models import write_model
+
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    return ranks.run(1, write_model, folder=folder, kind="qwen3_moe")[0]
+
+
+@pytest.fixture(scope="session")
+def experts(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE folder that vLLM can serve."""
+    from tests.models import write_model
+
+    shape = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
+    folder = tmp_path_factory.mktemp("experts")
+    return ranks.run(1, write_model, folder=folder, kind="qwen3_moe", **shape)[0]
+
+
+@pytest.fixture(scope="session")
 def policy(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 folder that vLLM can serve: its attention needs heads of 32 and more."""
     from tests.models import write_model

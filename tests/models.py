@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 
+EXPERTS = {
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "router_aux_loss_coef": 0.0,
+}
 HIDDEN = 64
 VOCAB = 50  # not a multiple of 16: every layout pads it
 
@@ -15,8 +24,8 @@ VOCAB = 50  # not a multiple of 16: every layout pads it
 def write_model(folder: Path, kind: str, **changes: Any) -> Path:
     """Save a random model of four layers, its tokenizer and a value head; give the folder.
 
-    `kind` is qwen2 (tied embeddings, biases on q, k, v) or llama (untied, no biases). Weights are
-    spread widely, norms and biases too, so that log-probs are far from uniform and no parameter
+    `kind` is qwen2 (tied embeddings, biases on q, k, v), llama (untied, no biases) or qwen3_moe
+    (untied, norms on q and k, four experts in all layers but the first). Weights are spread widely, norms and biases too, so that log-probs are far from uniform and no parameter
     is without effect.
     """
     from safetensors.torch import save_file
@@ -37,6 +46,8 @@ def write_model(folder: Path, kind: str, **changes: Any) -> Path:
         "eos_token_id": 1,
         "dtype": "float32",
     }
+    if kind == "qwen3_moe":
+        shape = EXPERTS | shape
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | changes))
     with torch.no_grad():

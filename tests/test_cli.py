@@ -228,6 +228,23 @@ def test_planning_is_quick_and_loads_no_torch(empty: str) -> None:
     assert float(seconds) < 2.0, f"{seconds} s of the processor, {time.monotonic() - start:.1f} s"
 
 
+def test_a_reshard_plan_of_many_gpus_loads_no_torch() -> None:
+    config = "configs/grpo/llama3_70b_8node.yaml"
+    code = (
+        "import sys\n"
+        "from mrl.cli import main\n"
+        f"status = main(['reshard', {config!r}, '--json'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron'} & set(sys.modules)\n"
+        "print(status, sorted(heavy), file=sys.stderr)"
+    )
+    done = run_mrl("-c", code, python=(sys.executable,))
+    assert done.stderr.splitlines()[-1:] == ["0 []"], done.stderr
+    report = json.loads(done.stdout)
+    assert len(report["ranks"]) == 64
+    assert report["totals"]["received"] / 64 / 1e9 == pytest.approx(13.23, abs=0.005)
+    assert report["totals"]["allgather"] / 64 / 1e9 == pytest.approx(136.70, abs=0.005)
+
+
 @pytest.mark.parametrize("order", [("--json", "trainer.nnodes=1"), ("trainer.nnodes=1", "--json")])
 def test_options_and_overrides_come_in_any_order(
     order: tuple[str, str], empty: str, capsys: pytest.CaptureFixture[str]
@@ -248,5 +265,5 @@ def test_an_unknown_option_is_refused(
 def test_help_names_the_commands() -> None:
     done = run_mrl("--help")
     assert done.returncode == 0
-    for command in ("train", "sft", "plan", "quickstart"):
+    for command in ("train", "sft", "plan", "reshard", "quickstart"):
         assert command in done.stdout

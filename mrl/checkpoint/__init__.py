@@ -1,1 +1,1 @@
-"""Saving and resuming: atomic checkpoint folders and the trainer's state; no torch."""
+"""Saving and resuming: atomic checkpoint folders and the trainer's state (no torch); `convert`."""

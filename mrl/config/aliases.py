@@ -70,7 +70,11 @@ for _role in _ROLES:
         ALIASES[f"{_megatron}.{_what}_offload"] = _only(False, "offloading is not supported yet")
 
 # Values with another spelling than the field's type allows.
-VALUE_ALIASES: dict[str, dict[Any, Any]] = {"trainer.logger": {"none": [], None: []}}
+VALUE_ALIASES: dict[str, dict[Any, Any]] = {
+    "trainer.logger": {"none": [], None: []},
+    # YAML reads a plain `off` as false
+    "resharding.verify": {False: "off", True: "every_step"},
+}
 
 LEGACY: dict[str, Legacy] = {k: v for k, v in ALIASES.items() if isinstance(v, Legacy)}
 _RENAMES: dict[str, str] = {k: v for k, v in ALIASES.items() if isinstance(v, str)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.config.roles import RoleSettings, enabled_roles, world_size
+from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks
 from mrl.config.schema import Config
 
 
@@ -25,7 +25,7 @@ def _sampling(config: Config) -> list[str]:
         found.append(
             "rollout.n=1 with grpo: a group of one has advantage 0, so nothing is learnt from it"
         )
-    replicas = world_size(config) // rollout.tensor_model_parallel_size
+    replicas = len(rollout_ranks(config)) // rollout.tensor_model_parallel_size
     if replicas > config.data.train_batch_size:
         found.append(
             f"data.train_batch_size={config.data.train_batch_size}: "

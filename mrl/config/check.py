@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mrl.config.check_batch import check_batch
-from mrl.config.check_model import check_model
+from mrl.config.check_model import TRAINABLE_TYPES, check_model, read_shape
 from mrl.config.check_values import SIZES, check_values
 from mrl.config.errors import Violation, raise_any
-from mrl.config.roles import enabled_roles
+from mrl.config.roles import enabled_roles, world_size
 from mrl.config.schema import Config
 
 
@@ -19,9 +19,11 @@ def check_config(config: Config) -> tuple[Violation, ...]:
     found += _check_sampling(config)
     found += _check_algorithm(config)
     found += _check_trainer(config)
-    if not any(v.key in SIZES for v in found):  # the arithmetic divides by these
+    placed = list(_check_placement(config))
+    # the arithmetic divides by these
+    if not any(v.key in SIZES for v in found) and not placed:
         found += [*check_model(config), *check_batch(config)]
-    return tuple(_once(found))
+    return tuple(_once([*found, *placed]))
 
 
 def check_trainable(config: Config) -> None:
@@ -37,6 +39,10 @@ def check_trainable(config: Config) -> None:
             if size is not None and size > 1:
                 rule = "can be planned but not trained yet"
                 found.append(Violation(f"{section}.{name}", size, rule, "1"))
+    shape = read_shape("model.path", config.model.path)
+    if shape is not None and shape.model_type not in TRAINABLE_TYPES:
+        rule = f"model_type {shape.model_type!r} can be planned and converted but not trained yet"
+        found.append(Violation("model.path", config.model.path, rule, " or ".join(TRAINABLE_TYPES)))
     raise_any(_once(found))
 
 
@@ -119,6 +125,31 @@ def _check_algorithm(config: Config) -> Iterator[Violation]:
             yield Violation(
                 f"{role}.optim.min_lr", optim.min_lr, f"above {role}.optim.lr", f"{optim.lr:g}"
             )
+
+
+def _check_placement(config: Config) -> Iterator[Violation]:
+    placement, world = config.placement, world_size(config)
+    given = {
+        "placement.trainer_gpus": placement.trainer_gpus,
+        "placement.rollout_gpus": placement.rollout_gpus,
+    }
+    if placement.mode != "disaggregated":
+        for key, count in given.items():
+            if count is not None:
+                rule = "needs placement.mode=disaggregated; colocated roles are on all ranks"
+                yield Violation(key, count, rule, "null")
+        return
+    if all(count is None for count in given.values()):
+        rule = "is needed with placement.mode=disaggregated, or placement.trainer_gpus"
+        yield Violation("placement.rollout_gpus", None, rule, str(max(1, world // 2)))
+    counts = [count for count in given.values() if count is not None]
+    most = world if len(counts) == 2 else world - 1  # the other side needs a rank
+    for key, count in given.items():
+        if count is not None and count > most:
+            yield Violation(key, count, f"the job has {world} ranks", str(most))
+    if len(counts) == 2 and sum(counts) < world:
+        rule = f"leaves {world - sum(counts)} of the {world} ranks without a role"
+        yield Violation(" + ".join(given), sum(counts), rule, f"at least {world}")
 
 
 def _check_trainer(config: Config) -> Iterator[Violation]:

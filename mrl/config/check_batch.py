@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, gcd, lcm
 
 from mrl.config.errors import Violation
-from mrl.config.roles import RoleSettings, enabled_roles, world_size
+from mrl.config.roles import RoleSettings, enabled_roles, trainer_ranks
 from mrl.config.schema import Config
 
 _TRAIN = "data.train_batch_size"
@@ -14,7 +14,7 @@ _TRAIN = "data.train_batch_size"
 
 def check_batch(config: Config) -> Iterator[Violation]:
     """Check prompts, mini-batches and micro-batches of every role with a legal layout."""
-    world = world_size(config)
+    world = len(trainer_ranks(config))
     roles = [r for r in enabled_roles(config) if world % r.ranks_a_replica == 0]
     trained = [r for r in roles if r.trained]
     for key in dict.fromkeys(r.keys["mini"] for r in trained):
@@ -28,7 +28,7 @@ def check_batch(config: Config) -> Iterator[Violation]:
 
 
 def _dp(config: Config, role: RoleSettings) -> int:
-    return world_size(config) // role.ranks_a_replica
+    return len(trainer_ranks(config)) // role.ranks_a_replica
 
 
 def _check_mini(config: Config, roles: Sequence[RoleSettings]) -> Iterator[Violation]:

@@ -8,10 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.errors import ConfigError, Violation
-from mrl.config.roles import RoleSettings, enabled_roles, world_size
+from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks, trainer_ranks
 from mrl.config.schema import Config
 
-_MODEL_TYPES = ("qwen2", "llama")
+# config.json keys of the number of experts, the first that is there; none: a dense model
+_EXPERTS: dict[str, tuple[str, ...]] = {
+    "deepseek_v2": ("n_routed_experts",),
+    "deepseek_v3": ("n_routed_experts",),
+    "gemma2": (),
+    "gemma3_text": (),
+    "glm4": (),
+    "glm4_moe": ("n_routed_experts",),
+    "llama": (),
+    "mistral": (),
+    "mixtral": ("num_local_experts",),
+    "qwen2": (),
+    "qwen3": (),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+}
+MODEL_TYPES = tuple(_EXPERTS)
+# Those whose forward pass is built; the others' weights can be laid out, moved and converted.
+TRAINABLE_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 
 
@@ -20,11 +37,13 @@ class ModelShape:
     """The sizes in a model folder's `config.json` that layouts depend on."""
 
     path: str
+    model_type: str
     heads: int
     kv_heads: int
     layers: int
     intermediate_size: int
     max_position_embeddings: int
+    experts: int  # 0: a dense model
 
     def rejects_tp(self, tp: int) -> str:
         """Say which size a tensor-parallel size cannot cut, "" when all can be.
@@ -51,23 +70,26 @@ def read_shape(key: str, path: str) -> ModelShape | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         kind = found["model_type"]
+        experts = [key for key in _EXPERTS.get(kind, ()) if key in found] or _EXPERTS.get(kind)
         shape = ModelShape(
             path=path,
+            model_type=kind,
             heads=int(found["num_attention_heads"]),
             kv_heads=int(found.get("num_key_value_heads") or found["num_attention_heads"]),
             layers=int(found["num_hidden_layers"]),
             intermediate_size=int(found["intermediate_size"]),
             max_position_embeddings=int(found["max_position_embeddings"]),
+            experts=int(found[experts[0]]) if experts else 0,
         )
     except KeyError as error:
         kind = found.get("model_type")
-        if kind is None or kind in _MODEL_TYPES:
+        if kind is None or kind in MODEL_TYPES:
             raise ConfigError([Violation(key, path, f"{file} lacks {error}")]) from error
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError([Violation(key, path, f"{file} cannot be read: {error}")]) from error
-    if kind not in _MODEL_TYPES:
+    if kind not in MODEL_TYPES:
         rule = f"{file} is of model_type {kind!r}, which is not supported"
-        raise ConfigError([Violation(key, path, rule, " or ".join(_MODEL_TYPES))])
+        raise ConfigError([Violation(key, path, rule, " or ".join(MODEL_TYPES))])
     return shape
 
 
@@ -92,7 +114,7 @@ def check_model(config: Config) -> Iterator[Violation]:
 def _check_layout(
     config: Config, role: RoleSettings, shape: ModelShape | None
 ) -> Iterator[Violation]:
-    m, world, section = role.megatron, world_size(config), role.keys["megatron"]
+    m, world, section = role.megatron, len(trainer_ranks(config)), role.keys["megatron"]
     tp, pp, cp = (
         m.tensor_model_parallel_size,
         m.pipeline_model_parallel_size,
@@ -104,8 +126,8 @@ def _check_layout(
         yield Violation(
             key,
             tp,
-            f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the world "
-            f"of {world}",
+            f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the "
+            f"{world} ranks",
             legal or "none with this pp and cp",
         )
     if shape is not None:
@@ -160,9 +182,13 @@ def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> 
     ep, key = m.expert_model_parallel_size, f"{role.keys['megatron']}.expert_model_parallel_size"
     if ep == 1:
         return
-    if shape is not None:
+    if shape is not None and not shape.experts:
         yield Violation(key, ep, f"{shape.path} has no experts", "1")
         return
+    if shape is not None and shape.experts % ep:
+        legal = [str(e) for e in range(1, shape.experts + 1) if shape.experts % e == 0]
+        rule = f"does not divide the {shape.experts} experts of {shape.path}"
+        yield Violation(key, ep, rule, ", ".join(legal))
     etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
     ranks = etp * ep * m.pipeline_model_parallel_size
     if world % ranks:
@@ -171,16 +197,16 @@ def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> 
             key,
             ep,
             f"expert tp {etp} x ep {ep} x pp {m.pipeline_model_parallel_size} = {ranks} ranks "
-            f"must divide the world of {world}",
+            f"must divide the {world} ranks",
             ", ".join(legal),
         )
 
 
 def _check_rollout(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
-    tp, world = config.rollout.tensor_model_parallel_size, world_size(config)
+    tp, world = config.rollout.tensor_model_parallel_size, len(rollout_ranks(config))
     legal = _legal_tps(world, 1, shape)
     if world % tp:
-        yield Violation(_ROLLOUT_TP, tp, f"must divide the world of {world}", legal)
+        yield Violation(_ROLLOUT_TP, tp, f"must divide the engine's {world} ranks", legal)
     if shape is not None and (reason := shape.rejects_tp(tp)):
         yield Violation(_ROLLOUT_TP, tp, f"{reason} of {shape.path}", legal)
     if config.rollout.name == "hf" and tp > 1:

@@ -27,7 +27,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.launcher": ("torchrun", "ray"),
     "trainer.logger": ("console", "tensorboard"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "placement.mode": ("colocated",),
+    "placement.mode": ("colocated", "disaggregated"),
+    "resharding.mode": ("direct", "gather"),
+    "resharding.verify": ("off", "first_step", "every_step"),
 }
 # Counts that the batch and layout arithmetic divides by: integers of at least 1.
 SIZES: set[str] = {
@@ -50,6 +52,8 @@ SIZES: set[str] = {
     "trainer.total_training_steps",
     "trainer.max_actor_ckpt_to_keep",
     "resharding.bucket_bytes",
+    "placement.trainer_gpus",
+    "placement.rollout_gpus",
 }
 
 

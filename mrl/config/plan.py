@@ -13,7 +13,14 @@ from typing import Any
 
 from mrl.config.caveats import find_warnings
 from mrl.config.errors import ConfigError, Violation
-from mrl.config.roles import ROLES, RoleSettings, role_settings, world_size
+from mrl.config.roles import (
+    ROLES,
+    RoleSettings,
+    role_settings,
+    rollout_ranks,
+    trainer_ranks,
+    world_size,
+)
 from mrl.config.schema import Config, OptimConfig
 
 
@@ -61,6 +68,8 @@ class RunPlan:
     prompts: int  # of a step
     samples: int  # of a step
     tokens_per_step: int  # at most: every prompt and response at its limit
+    trainer_world: int  # ranks of actor, critic and reference: the first ones
+    rollout_world: int  # ranks of the engine: the last ones
     replicas: int  # of the engine
     rollout_tp: int
     prompts_per_replica: tuple[int, ...]
@@ -86,15 +95,17 @@ def build_plan(config: Config) -> RunPlan:
     data, rollout, actor = config.data, config.rollout, config.actor
     samples = data.train_batch_size * rollout.n
     longest = data.max_prompt_length + data.max_response_length
-    world = world_size(config)
-    replicas = world // rollout.tensor_model_parallel_size
+    rollout_world = len(rollout_ranks(config))
+    replicas = rollout_world // rollout.tensor_model_parallel_size
     prompts_per_replica = spread(data.train_batch_size, replicas)
     val = rollout.val_kwargs
     return RunPlan(
-        world_size=world,
+        world_size=world_size(config),
         prompts=data.train_batch_size,
         samples=samples,
         tokens_per_step=samples * longest,
+        trainer_world=len(trainer_ranks(config)),
+        rollout_world=rollout_world,
         replicas=replicas,
         rollout_tp=rollout.tensor_model_parallel_size,
         prompts_per_replica=prompts_per_replica,
@@ -143,7 +154,7 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 def _plan_role(config: Config, role: RoleSettings) -> RolePlan:
     data, n = config.data, config.rollout.n
-    layout = _layout(role, world_size(config))
+    layout = _layout(role, len(trainer_ranks(config)))
     rollout_samples = ceil(data.train_batch_size * n / layout.dp)
     step_samples = ceil(role.mini * n / layout.dp)
     micro = None if role.dynamic else role.micro

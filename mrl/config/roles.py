@@ -91,6 +91,28 @@ def world_size(config: Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
+def trainer_ranks(config: Config) -> range:
+    """Give the ranks that hold actor, critic and reference: the first of the job."""
+    world, placement = world_size(config), config.placement
+    if placement.mode != "disaggregated":
+        return range(world)
+    count = placement.trainer_gpus
+    if count is None:
+        count = world - (placement.rollout_gpus or 0)
+    return range(count)
+
+
+def rollout_ranks(config: Config) -> range:
+    """Give the ranks that hold the engine: the last of the job."""
+    world, placement = world_size(config), config.placement
+    if placement.mode != "disaggregated":
+        return range(world)
+    count = placement.rollout_gpus
+    if count is None:
+        count = world - (placement.trainer_gpus or 0)
+    return range(world - count, world)
+
+
 def role_settings(config: Config, role: str) -> RoleSettings:
     """Follow the keys of one role to the values in force."""
     values: dict[str, Any] = {}

@@ -155,6 +155,7 @@ class RolloutConfig:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    enable_expert_parallel: bool = False  # TP ranks hold whole experts instead of shards of all
     free_cache_engine: bool = True  # sleep around training, where the device can
     cpu_kv_cache_gib: int = 1  # vLLM's CPU backend only
     log_prob_micro_batch_size_per_gpu: int | None = None  # None: the actor's micro-batch
@@ -235,15 +236,21 @@ class TrainerConfig:
 class PlacementConfig:
     """Which ranks hold which role."""
 
-    mode: str = "colocated"  # every rank holds every role
+    # colocated: every rank holds every role | disaggregated: trainer and engine on the ranks below
+    mode: str = "colocated"
+    trainer_gpus: int | None = None  # actor, critic, reference: the first ranks; None: the others
+    rollout_gpus: int | None = None  # engine: the last ranks; ranks of both sides hold both
 
 
 @dataclass(frozen=True)
 class ReshardingConfig:
     """Weight transfer from the trainer to the engine."""
 
+    mode: str = "direct"  # direct: slice to slice | gather: all-gather, then the engine's loader
     bucket_bytes: int = 268435456
-    verify: bool = False  # compare checksums of both ends at every sync
+    verify: str = "off"  # off | first_step | every_step: compare checksums of both ends
+    # receive once a node and pass on inside it, where replicas of a node need the same bytes
+    forward_within_node: bool = False
 
 
 @dataclass(frozen=True)

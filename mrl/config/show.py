@@ -35,6 +35,7 @@ def _run_table(plan: RunPlan, config: Config) -> Table:
             f"{plan.world_size:,}",
             f"nnodes {trainer.nnodes} x n_gpus_per_node {trainer.n_gpus_per_node}",
         ),
+        *_placement(plan),
         ("prompts", f"{plan.prompts:,}", "data.train_batch_size"),
         ("samples", f"{plan.samples:,}", f"prompts x rollout.n {n}"),
         (
@@ -49,6 +50,16 @@ def _run_table(plan: RunPlan, config: Config) -> Table:
     ):
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def _placement(plan: RunPlan) -> list[tuple[str, str, str]]:
+    world, trainer, rollout = plan.world_size, plan.trainer_world, plan.rollout_world
+    if trainer == rollout == world:
+        return []
+    return [
+        ("trainer ranks", f"0-{trainer - 1}", "actor, critic, reference"),
+        ("engine ranks", f"{world - rollout}-{world - 1}", "placement.mode disaggregated"),
+    ]
 
 
 def _role_table(plan: RunPlan) -> Table:

@@ -32,7 +32,7 @@ def padding_of(layout: Layout, rank: int, params: Mapping[str, Tensor]) -> list[
         known.add(piece.param)
         if piece.tensor in layout.padded:
             may_pad.add(piece.param)
-        if piece.rank == rank:
+        if rank in piece.ranks:
             boxes[piece.param].append(piece.local)
     problems = [f"parameter {name} is not in the layout" for name in params if name not in known]
     problems += [f"parameter {name} is absent" for name in boxes if name not in params]

@@ -105,7 +105,7 @@ def hf_layout(folder: Path, shape: ModelShape, has_lm_head: bool = True) -> Layo
                 )
             if tensor.info.dtype not in _DTYPES.values():
                 problems.append(f"{name} has unsupported dtype {tensor.info.dtype}")
-        elif not name.endswith(shape.family.ignorable) and name != _head(shape):
+        elif not shape.ignores(name) and name != _head(shape):
             problems.append(f"unknown tensor {name}")
     if problems:
         raise ValueError(f"{folder}: " + "; ".join(problems))
@@ -113,7 +113,7 @@ def hf_layout(folder: Path, shape: ModelShape, has_lm_head: bool = True) -> Layo
         _check_tied_head(stored[_head(shape)], stored[_embedding(shape)], folder)
     tensors = {name: stored[name].info for name in wanted}
     pieces = tuple(
-        Piece(name, whole(info.shape), FILE_RANK, name, whole(info.shape))
+        Piece(name, whole(info.shape), (FILE_RANK,), name, whole(info.shape))
         for name, info in tensors.items()
     )
     return Layout("hf", tensors, pieces)
@@ -167,7 +167,8 @@ def plan_shards(
         size += info.num_bytes
     held: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for piece in src.pieces:
-        held[piece.tensor][piece.rank] += volume(piece.box) * infos[piece.tensor].item_bytes
+        for rank in piece.ranks:
+            held[piece.tensor][rank] += volume(piece.box) * infos[piece.tensor].item_bytes
     given: dict[int, int] = dict.fromkeys(src.ranks, 0)
     shards = []
     for index, names in enumerate(groups, start=1):
@@ -189,7 +190,7 @@ def shard_layout(shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]) -> 
     """Lay out the tensors of some shards whole on the ranks that write them."""
     chosen = {name: tensors[name] for shard in shards for name in shard.tensors}
     pieces = tuple(
-        Piece(name, whole(tensors[name].shape), shard.rank, name, whole(tensors[name].shape))
+        Piece(name, whole(tensors[name].shape), (shard.rank,), name, whole(tensors[name].shape))
         for shard in shards
         for name in shard.tensors
     )

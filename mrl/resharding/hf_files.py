@@ -49,11 +49,10 @@ def load_into(folder: Path, plan: ReshardPlan, rank: int, params: Mapping[str, T
         view.zero_()
     stored = read_headers(folder)
     by_file: dict[Path, list[Copy]] = defaultdict(list)
-    for copy in plan.copies:
-        if copy.dst_rank == rank:
-            if copy.src_rank != FILE_RANK:
-                raise ValueError(f"{copy.tensor}: source is rank {copy.src_rank}, not a file")
-            by_file[stored[copy.src_param].file].append(copy)
+    for copy in (copy for bucket in plan.share(rank) for copy in bucket):
+        if copy.src_rank != FILE_RANK:
+            raise ValueError(f"{copy.tensor}: source is rank {copy.src_rank}, not a file")
+        by_file[stored[copy.src_param].file].append(copy)
     for path, copies in by_file.items():
         with safe_open(path, framework="pt") as file:
             for copy in sorted(copies, key=lambda copy: stored[copy.src_param].start):

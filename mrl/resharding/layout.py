@@ -8,8 +8,9 @@ all lists of pieces, so that one planner serves loading, export and rollout sync
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 Box = tuple[tuple[int, int], ...]  # half-open range of each dimension
 
@@ -38,16 +39,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of logical `tensor`, held by `rank` in the box `local` of its parameter `param`."""
+    """A box of logical `tensor`, held by each of `ranks` in the box `local` of its `param`."""
 
     tensor: str
     box: Box
-    rank: int
+    ranks: tuple[int, ...]  # ascending
     param: str
     local: Box  # same extents as `box`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """One placement of a model.
 
@@ -63,11 +64,19 @@ class Layout:
     @property
     def ranks(self) -> tuple[int, ...]:
         """List the ranks that hold something, ascending."""
-        return tuple(sorted({piece.rank for piece in self.pieces}))
+        return tuple(sorted(self._by_rank))
 
     def pieces_of(self, rank: int) -> tuple[Piece, ...]:
         """List what one rank holds."""
-        return tuple(piece for piece in self.pieces if piece.rank == rank)
+        return tuple(self._by_rank.get(rank, ()))
+
+    @cached_property
+    def _by_rank(self) -> Mapping[int, list[Piece]]:
+        pieces: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            for rank in piece.ranks:
+                pieces.setdefault(rank, []).append(piece)
+        return pieces
 
     def restrict(self, names: Collection[str]) -> Layout:
         """Keep some tensors only; their parameters may then hold elements of others."""
@@ -105,6 +114,19 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(common)
 
 
+def take_rows(box: Box, start: int, stop: int) -> Box:
+    """Give rows [start, stop) of a box, counted from its first row (a scalar is one row)."""
+    if not box:
+        return box
+    first = box[0][0]
+    return ((first + start, first + stop), *box[1:])
+
+
+def num_rows(box: Box) -> int:
+    """Count the rows of a box: its extent along the first dimension."""
+    return box[0][1] - box[0][0] if box else 1
+
+
 def subtract(box: Box, hole: Box) -> Iterator[Box]:
     """Yield disjoint boxes that make up `box` without `hole`."""
     common = intersect(box, hole)
@@ -138,3 +160,31 @@ def translate(box: Box, outer: Box, local: Box) -> Box:
 def nodes(world_size: int, ranks_per_node: int) -> dict[int, int]:
     """Map each rank to its node when ranks fill nodes in order."""
     return {rank: rank // ranks_per_node for rank in range(world_size)}
+
+
+def join(parts: Iterable[Layout], node_of_rank: Mapping[int, int]) -> Layout:
+    """Make one layout of what each rank says of itself; equal pieces become one of many ranks.
+
+    A rank that holds nothing has an empty layout. Raises ValueError where ranks hold a tensor in
+    different shapes or dtypes.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    holders: dict[tuple[str, Box, str, Box], list[int]] = {}
+    padded: set[str] = set()
+    name = ""
+    for part in parts:
+        name = name or (part.name if part.pieces else "")
+        padded |= part.padded
+        for tensor, info in part.tensors.items():
+            if tensors.setdefault(tensor, info) != info:
+                raise ValueError(
+                    f"ranks hold {tensor} as {tensors[tensor]} and as {info}: expected one"
+                )
+        for piece in part.pieces:
+            key = (piece.tensor, piece.box, piece.param, piece.local)
+            holders.setdefault(key, []).extend(piece.ranks)
+    pieces = tuple(
+        Piece(tensor, box, tuple(sorted(ranks)), param, local)
+        for (tensor, box, param, local), ranks in holders.items()
+    )
+    return Layout(name, tensors, pieces, node_of_rank, frozenset(padded))

@@ -1,21 +1,25 @@
 """Run a plan on live parameters, bucket by bucket.
 
 Rows that lie together in memory are sent from and received into the live parameters; everything
-else goes through two staging buffers that are allocated once. The sender converts, so the wire
-carries the destination's dtype. Nothing waits for the device, and nothing is freed or grown.
+else goes through staging buffers that are allocated once. The sender converts, so the wire
+carries the destination's dtype. While a bucket is exchanged, the next one is packed and the last
+one unpacked, and on a GPU the copies that stay on the rank run beside them on a stream of their
+own. Nothing waits for the device, and nothing is freed or grown.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrl.resharding.coverage import padding_of, view_of
+from mrl.resharding.fused import FusedCopies, Pair
 from mrl.resharding.layout import FILE_RANK
 from mrl.resharding.planner import Copy, ReshardPlan
 from mrl.resharding.transports import Finish, Message, Transport
@@ -24,7 +28,6 @@ from mrl.resharding.transports import Finish, Message, Transport
 PACK_BELOW_BYTES = 1024 * 1024
 _ALIGNMENT = 16  # bytes, of messages in the staging buffers
 
-Pair = tuple[Tensor, Tensor]  # destination, source
 _View = Callable[[Copy], Tensor]
 
 
@@ -53,35 +56,17 @@ class _Share:
     local: tuple[Copy, ...]
     sends: tuple[_Wire, ...]
     recvs: tuple[_Wire, ...]
-
-
-class _Copies:
-    """Tensor copies, contiguous ones of one dtype in a single launch."""
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        fused = [p for p in pairs if all(t.is_contiguous() for t in p) and p[0].dtype == p[1].dtype]
-        self._targets = [target for target, _ in fused]
-        self._sources = [source for _, source in fused]
-        chosen = {id(target) for target in self._targets}
-        self._others = [pair for pair in pairs if id(pair[0]) not in chosen]
-
-    def run(self) -> None:
-        """Issue the copies."""
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-        for target, source in self._others:
-            target.copy_(source)
+    forwards: bool  # some of `sends` pass on what earlier buckets brought
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A share tied to memory."""
+    """The messages of a share, tied to memory."""
 
-    pack: _Copies
+    pack: FusedCopies
     sends: tuple[Message, ...]
-    local: _Copies
     recvs: tuple[Message, ...]
-    unpack: _Copies
+    unpack: FusedCopies
 
 
 class Resharder:
@@ -89,8 +74,9 @@ class Resharder:
 
     `src_params` and `dst_params` hold this rank's parameters by the names in the two layouts
     (empty where the rank has no such role). All ranks of the transport construct it together:
-    they compare plan digests. Raises ValueError where ranks planned differently, where parameters
-    and layouts disagree, or where a destination's dtype is not the one that the layout states.
+    they compare what each pair of them is going to exchange, in order. Raises ValueError where
+    that differs, where parameters and layouts disagree, or where a destination's dtype is not the
+    one that the layout states.
     """
 
     def __init__(
@@ -106,24 +92,35 @@ class Resharder:
         self._src, self._dst = src_params, dst_params
         self._transport = transport
         self._floor = plan.floor_bytes(rank)
-        digests = transport.gather(plan.digest())
-        if len(set(digests)) > 1:
-            raise ValueError(f"rank {rank}: ranks computed different plans, digests {digests}")
+        buckets = plan.share(rank)
+        _check_order(plan, rank, buckets, transport)
         padding_of(plan.src, rank, src_params)
         self._padding = padding_of(plan.dst, rank, dst_params)
         self._check_dtypes()
-        self._shares = [self._share(bucket) for bucket in plan.buckets]
+        self._shares = [self._share(bucket) for bucket in buckets]
         # every rank may receive, send or both; staging lies where the destination is
         devices = [param.device for param in (*dst_params.values(), *src_params.values())]
         self._device = devices[0] if devices else torch.device("cpu")
-        self._send_stage, self._recv_stage = self._allocate()
+        on_gpu = self._device.type == "cuda"
+        self._beside = torch.cuda.Stream(self._device) if on_gpu else None
+        self._lanes = [torch.cuda.Stream(self._device) for _ in range(2)] if on_gpu else []
+        # two buckets under way where their staging fits what the plan allows for one
+        self.depth = 2 if sum(map(sum, self._staged(2))) <= plan.peak_buffer_bytes(rank) else 1
+        self._stages = [
+            (self._empty(sent), self._empty(received))
+            for sent, received in self._staged(self.depth)
+        ]
+        self._local = FusedCopies([])
+        # launching hundreds of local copies one by one would take longer than the first of them
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._bound: list[_Bound] = []
         self._addresses: tuple[int, ...] = ()
+        self._under_way: deque[tuple[_Bound, Finish]] = deque()
 
     @property
     def staging_bytes(self) -> int:
         """Count the bytes of the staging buffers."""
-        return self._send_stage.numel() + self._recv_stage.numel()
+        return sum(stage.numel() for stages in self._stages for stage in stages)
 
     @torch.no_grad()
     def run(self) -> SyncStats:
@@ -131,7 +128,9 @@ class Resharder:
         start = time.perf_counter()
         self.bind()
         for index in range(len(self._shares)):
-            self.finish(index, self.begin(index))
+            self.start(index)
+            self.end(all_but=self.depth - 1)
+        self.finish()
         return self.stats(time.perf_counter() - start)
 
     def stats(self, seconds: float) -> SyncStats:
@@ -147,25 +146,61 @@ class Resharder:
         """Take views of the parameters, again where they moved, and zero the padding."""
         params = (*self._src.values(), *self._dst.values())
         addresses = tuple(param.data_ptr() for param in params)
-        if addresses != self._addresses or not self._bound:
+        if addresses != self._addresses or len(self._bound) != len(self._shares):
             self._padding = padding_of(self.plan.dst, self.rank, self._dst)
-            self._bound = [self._bind(share) for share in self._shares]
+            self._local = FusedCopies(
+                [(self._target(c), self._source(c)) for share in self._shares for c in share.local],
+                self._lanes,
+            )
+            self._bound = [
+                self._bind(share, *self._stages[index % self.depth])
+                for index, share in enumerate(self._shares)
+            ]
+            self._graph = None
             self._addresses = addresses
-        for view in self._padding:  # an engine that slept lost it
-            view.zero_()
+        if self._padding:  # an engine that slept lost it
+            torch._foreach_zero_(self._padding)
+        self._under_way.clear()
 
-    def begin(self, index: int) -> Finish:
-        """Pack and start a bucket's exchange, and copy what stays on the rank meanwhile."""
+    def start(self, index: int) -> None:
+        """Start a bucket's exchange, beside the first one also the local copies.
+
+        Buckets are started in order, by every rank.
+        """
+        if self._shares[index].forwards:
+            self.end(all_but=0)
         bound = self._bound[index]
         bound.pack.run()
         finish = self._transport.exchange(bound.sends, bound.recvs)
-        bound.local.run()
-        return finish
+        self._under_way.append((bound, finish))
+        if index == 0:
+            self._start_local()
 
-    def finish(self, index: int, finish: Finish) -> None:
-        """Wait for a bucket's messages and unpack them."""
-        finish()
-        self._bound[index].unpack.run()
+    def end(self, all_but: int) -> None:
+        """Unpack the oldest buckets under way, at most `depth` - 1 of which may stay."""
+        while len(self._under_way) > all_but:
+            bound, finish = self._under_way.popleft()
+            finish()
+            bound.unpack.run()
+
+    def finish(self) -> None:
+        """End all that is under way."""
+        self.end(all_but=0)
+        if self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+
+    def _start_local(self) -> None:
+        if self._beside is None:
+            self._local.run()
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                self._graph.capture_begin(capture_error_mode="thread_local")
+                self._local.run()
+                self._graph.capture_end()
+            self._graph.replay()
 
     def _check_dtypes(self) -> None:
         for piece in self.plan.dst.pieces_of(self.rank):
@@ -185,14 +220,15 @@ class Resharder:
         return dtype
 
     def _share(self, bucket: Sequence[Copy]) -> _Share:
-        if any(c.src_rank == FILE_RANK and c.dst_rank == self.rank for c in bucket):
+        if any(c.src_rank == FILE_RANK for c in bucket):
             raise ValueError("a plan from checkpoint files is run by hf_files.load_into")
         outgoing = [c for c in bucket if c.src_rank == self.rank != c.dst_rank]
         incoming = [c for c in bucket if c.dst_rank == self.rank != c.src_rank]
         return _Share(
-            tuple(c for c in bucket if c.src_rank == self.rank == c.dst_rank),
+            tuple(c for c in bucket if c.is_local),
             self._wires(outgoing, [c.dst_rank for c in outgoing]),
             self._wires(incoming, [c.src_rank for c in incoming]),
+            any(c.forwarded for c in outgoing),
         )
 
     def _wires(self, copies: Sequence[Copy], peers: Sequence[int]) -> tuple[_Wire, ...]:
@@ -208,7 +244,8 @@ class Resharder:
         return (*packed, *wires)
 
     def _source(self, copy: Copy) -> Tensor:
-        return view_of(self._src[copy.src_param], copy.src_box)
+        params = self._dst if copy.forwarded else self._src
+        return view_of(params[copy.src_param], copy.src_box)
 
     def _target(self, copy: Copy) -> Tensor:
         return view_of(self._dst[copy.dst_param], copy.dst_box)
@@ -221,20 +258,28 @@ class Resharder:
             and view.device == self._device
         )
 
-    def _allocate(self) -> tuple[Tensor, Tensor]:
-        sent = received = 0
-        for share in self._shares:
-            sent = max(sent, sum(self._staged(wire, self._source) for wire in share.sends))
-            received = max(received, sum(self._staged(wire, self._target) for wire in share.recvs))
-        return (
-            torch.empty(sent, dtype=torch.uint8, device=self._device),
-            torch.empty(received, dtype=torch.uint8, device=self._device),
-        )
+    def _staged(self, depth: int) -> list[tuple[int, int]]:
+        """Give the bytes to send from and to receive into, for buckets that take turns."""
 
-    def _staged(self, wire: _Wire, view: _View) -> int:
+        def largest(turn: int, wires: Callable[[_Share], Sequence[_Wire]], view: _View) -> int:
+            shares = self._shares[turn::depth]
+            return max((sum(self._size(w, view) for w in wires(s)) for s in shares), default=0)
+
+        return [
+            (
+                largest(turn, lambda share: share.sends, self._source),
+                largest(turn, lambda share: share.recvs, self._target),
+            )
+            for turn in range(depth)
+        ]
+
+    def _size(self, wire: _Wire, view: _View) -> int:
         if self._in_place(wire, view(wire.copies[0])):
             return 0
         return _aligned(self._offsets(wire)[-1], _ALIGNMENT)
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _offsets(self, wire: _Wire) -> list[int]:
         """Give the byte offset of each copy in its message, then the message's length."""
@@ -245,15 +290,14 @@ class Resharder:
             end = start + self._bytes(copy)
         return [*offsets, end]
 
-    def _bind(self, share: _Share) -> _Bound:
-        sends, packed = self._messages(share.sends, self._source, self._send_stage)
-        recvs, unpacked = self._messages(share.recvs, self._target, self._recv_stage)
+    def _bind(self, share: _Share, send_stage: Tensor, recv_stage: Tensor) -> _Bound:
+        sends, packed = self._messages(share.sends, self._source, send_stage)
+        recvs, unpacked = self._messages(share.recvs, self._target, recv_stage)
         return _Bound(
-            pack=_Copies(packed),
+            pack=FusedCopies(packed),
             sends=sends,
-            local=_Copies([(self._target(copy), self._source(copy)) for copy in share.local]),
             recvs=recvs,
-            unpack=_Copies([(live, staged) for staged, live in unpacked]),
+            unpack=FusedCopies([(live, staged) for staged, live in unpacked]),
         )
 
     def _messages(
@@ -282,12 +326,46 @@ def run_together(resharders: Sequence[Resharder]) -> list[SyncStats]:
     start = time.perf_counter()
     for resharder in resharders:
         resharder.bind()
-    for index in range(len(resharders[0].plan.buckets)):
-        pending = [resharder.begin(index) for resharder in resharders]
-        for resharder, finish in zip(resharders, pending, strict=True):
-            resharder.finish(index, finish)
+    depth = min(resharder.depth for resharder in resharders)
+    for index in range(resharders[0].plan.num_buckets):
+        for resharder in resharders:
+            resharder.start(index)
+        for resharder in resharders:
+            resharder.end(all_but=depth - 1)
+    for resharder in resharders:
+        resharder.finish()
     seconds = time.perf_counter() - start
     return [resharder.stats(seconds) for resharder in resharders]
+
+
+def _check_order(
+    plan: ReshardPlan, rank: int, buckets: Iterable[Iterable[Copy]], transport: Transport
+) -> None:
+    """Raise ValueError unless each pair of ranks lists the same copies in the same buckets."""
+    hashes = {peer: hashlib.sha256() for peer in (rank, *plan.peers(rank))}
+    for index, bucket in enumerate(buckets):
+        for copy in bucket:
+            peer = copy.dst_rank if copy.src_rank == rank else copy.src_rank
+            hashes[peer].update(f"{index} {copy}\n".encode())
+    mine = {peer: sha.hexdigest() for peer, sha in hashes.items()}
+    found = transport.gather((rank, plan.digest(), mine))
+    lists = {other: theirs for other, _, theirs in found}
+    differ = sorted({other for other, digest, _ in found if digest != found[0][1]})
+    if differ:
+        raise ValueError(
+            f"rank {rank}: ranks {differ} computed different plans from rank {found[0][0]}'s"
+        )
+    wrong = [
+        (a, b)
+        for a in sorted(lists)
+        for b in sorted(lists[a])
+        if b in lists and lists[b].get(a) != lists[a][b]
+    ]
+    if wrong:
+        raise ValueError(
+            f"rank {rank}: ranks {wrong[0][0]} and {wrong[0][1]} would exchange their copies in "
+            f"different orders"
+        )
 
 
 def _aligned(offset: int, alignment: int) -> int:

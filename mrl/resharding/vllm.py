@@ -2,13 +2,14 @@
 
 The live model's `load_weights` runs once on meta tensors while every `copy_` is recorded instead
 of executed, so renames, fused projections, KV-head replicas and vocabulary shards are followed
-without a table of them. Works on unquantised parameters that stay where the loader put them.
+without a table of them. Works on unquantised parameters that stay where the loader put them;
+`refuse_relaid` says which do not.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +18,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.resharding.layout import Box, Layout, Piece, TensorInfo, volume
-from mrl.resharding.transports import Transport
+
+# Parameters that MLA computes from kv_b_proj after loading (vLLM 0.26, mla_attention.py).
+DERIVED = frozenset({"W_UV", "W_UK_T"})
 
 
 def live_params(model: nn.Module) -> dict[str, Tensor]:
     """Give the engine's parameters, as vLLM shards them, without autograd.
 
-    Raises ValueError where the engine repacked a weight and left an empty parameter.
+    A stack of experts is seen as a matrix: the rows of one expert follow those of another.
+    What vLLM derives from parameters is left out. Raises ValueError where the engine repacked a
+    weight and left an empty parameter.
     """
-    params = {name: param.detach() for name, param in model.named_parameters()}
+    params = {
+        name: param.detach()
+        for name, param in model.named_parameters()
+        if name.rpartition(".")[2] not in DERIVED
+    }
     empty = [name for name, param in params.items() if param.numel() == 0]
     if empty:
         raise ValueError(
@@ -33,7 +42,10 @@ def live_params(model: nn.Module) -> dict[str, Tensor]:
             f"{', '.join(empty)}; on CPU set vllm._custom_ops._supports_onednn = False before "
             f"the engine is built"
         )
-    return params
+    return {
+        name: param.view(-1, param.shape[-1]) if param.dim() > 2 else param
+        for name, param in params.items()
+    }
 
 
 def trace(model: nn.Module, hf_tensors: Mapping[str, TensorInfo], rank: int) -> list[Piece]:
@@ -52,27 +64,19 @@ def trace(model: nn.Module, hf_tensors: Mapping[str, TensorInfo], rank: int) -> 
     return recorder.pieces
 
 
-def engine_layout(
-    model: nn.Module,
-    hf_tensors: Mapping[str, TensorInfo],
-    rank: int,
-    transport: Transport,
-    node_of_rank: Mapping[int, int],
-) -> Layout:
-    """Trace every rank and join the results; all ranks call it together.
+def engine_layout(model: nn.Module, hf_tensors: Mapping[str, TensorInfo], rank: int) -> Layout:
+    """Trace what this rank's engine holds of `hf_tensors`, in the dtypes of its parameters.
 
-    Raises ValueError naming tensors from which no rank takes anything.
+    Raises ValueError for a model that `refuse_relaid` refuses.
     """
-    pieces = [piece for part in transport.gather(trace(model, hf_tensors, rank)) for piece in part]
-    held = {piece.tensor for piece in pieces}
-    unused = [name for name in hf_tensors if name not in held]
-    if unused:
-        raise ValueError(f"vLLM's loader takes nothing from {', '.join(unused)}")
-    padded = frozenset().union(*transport.gather(_padded(model, pieces, rank)))
-    return Layout("vllm", hf_tensors, tuple(pieces), node_of_rank, padded)
+    refuse_relaid(model)
+    pieces, params = trace(model, hf_tensors, rank), live_params(model)
+    dtypes = {piece.tensor: str(params[piece.param].dtype)[len("torch.") :] for piece in pieces}
+    held = {name: TensorInfo(hf_tensors[name].shape, dtype) for name, dtype in dtypes.items()}
+    return Layout("vllm", held, tuple(pieces), padded=_padded(model, pieces))
 
 
-def _padded(model: nn.Module, pieces: Sequence[Piece], rank: int) -> frozenset[str]:
+def _padded(model: nn.Module, pieces: Sequence[Piece]) -> frozenset[str]:
     """List the tensors in parameters that vLLM pads: embedding and head."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -82,6 +86,132 @@ def _padded(model: nn.Module, pieces: Sequence[Piece], rank: int) -> frozenset[s
         if isinstance(module, VocabParallelEmbedding)
     }
     return frozenset(piece.tensor for piece in pieces if piece.param in params)
+
+
+def refuse_relaid(model: nn.Module) -> None:
+    """Raise ValueError where bytes of the checkpoint's layout would be wrong in a live parameter.
+
+    That is so for quantised layers, for kernels that swap, shuffle or pack experts after loading
+    (vLLM 0.26, fused_moe/oracle/unquantized.py), for experts that move at run time, and for LoRA
+    layers. Lists every module that is concerned, with its reason.
+    """
+    problems = [
+        f"{name}: {reason}" for name, module in model.named_modules() for reason in _relaid(module)
+    ]
+    if problems:
+        raise ValueError(
+            "vLLM does not keep these modules as it loads them, so they cannot be written in "
+            "place: " + "; ".join(problems)
+        )
+
+
+def _relaid(module: nn.Module) -> Iterator[str]:
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+
+    if isinstance(module, BaseLayerWithLoRA):
+        yield "LoRA wraps the layer"
+    elif isinstance(module, RoutedExperts):
+        yield from _relaid_experts(module)
+    elif isinstance(module, LinearBase | VocabParallelEmbedding) and not isinstance(
+        module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+    ):
+        yield f"quantised ({type(module.quant_method).__name__})"
+    if isinstance(module, VocabParallelEmbedding) and (
+        module.num_embeddings != module.org_vocab_size
+    ):
+        added = module.num_embeddings - module.org_vocab_size
+        yield f"{added} rows of LoRA vocabulary follow the model's {module.org_vocab_size}"
+
+
+def _relaid_experts(experts: Any) -> Iterator[str]:
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    method = experts.quant_method
+    if experts.moe_config.moe_parallel_config.enable_eplb:
+        yield "expert load balancing (EPLB) moves and copies experts at run time"
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        yield f"quantised or wrapped experts ({type(method).__name__})"
+        return
+    backend = method.unquantized_backend
+    if backend is UnquantizedMoeBackend.CPU:
+        # absent until the weights were loaded
+        kernel = vars(method).get("cpu_fused_moe")
+        in_place = isinstance(kernel, CPUFusedMOE) and kernel.isa == "none"
+        if kernel is not None and not in_place:
+            yield (
+                f"the CPU kernel {type(kernel).__name__} packed the experts; make "
+                f"CPUFusedMOE.check_grouped_gemm answer (False, 'none') before the engine is built"
+            )
+    elif backend not in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
+        yield f"the {backend.value} kernel lays experts out anew: build with moe_backend='triton'"
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Give the address of every parameter, buffer and tensor attribute of the model's modules."""
+    return {name: tensor.data_ptr() for name, tensor in _tensors(model)}
+
+
+def check_addresses(model: nn.Module, before: Mapping[str, int]) -> None:
+    """Raise RuntimeError naming tensors that are not where they were: CUDA graphs read there."""
+    now = addresses(model)
+    moved = [name for name, address in before.items() if now.get(name) != address]
+    if moved:
+        raise RuntimeError(f"engine tensors moved after CUDA graphs took them: {', '.join(moved)}")
+
+
+def constants(model: nn.Module) -> dict[str, Tensor]:
+    """Copy to the host what no weight update brings: buffers and tensor attributes.
+
+    These are rotary tables, Gemma's normalizer, expert maps and scales. Sleep level 2 drops them
+    with the weights, and vLLM brings only registered buffers back.
+    """
+    params = {id(param) for param in model.parameters()}
+    return {name: t.detach().cpu().clone() for name, t in _tensors(model) if id(t) not in params}
+
+
+@torch.no_grad()
+def restore_constants(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Write back, in place, what `constants` saved."""
+    for name, tensor in _tensors(model):
+        if name in saved:
+            tensor.copy_(saved[name])
+
+
+@torch.no_grad()
+def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rebuild in place what vLLM computes from the weights after loading them.
+
+    `dtype` is the engine's. Today these are MLA's up-projections: vLLM's own code does it.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            before = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+            module.process_weights_after_loading(dtype)
+            for name, tensor in before.items():
+                made = vars(module)[name]
+                if made is not tensor:  # bound anew, while captured graphs read the old one
+                    tensor.copy_(made)
+                    setattr(module, name, tensor)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        members = {**module._parameters, **module._buffers, **vars(module)}
+        for name, value in members.items():
+            if isinstance(value, Tensor) and name != "kv_cache":
+                yield f"{prefix}.{name}" if prefix else name, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +272,7 @@ class _CopyRecorder(TorchDispatchMode):
         param, local = _attribute(target, self._params, "engine parameter")
         if volume(box) != volume(local) or len(box) != len(local):
             raise ValueError(f"vLLM copies {tensor}{box} to {param}{local}: extents differ")
-        self.pieces.append(Piece(tensor, box, self._rank, param, local))
+        self.pieces.append(Piece(tensor, box, (self._rank,), param, local))
 
 
 def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int, list[_Base]]:

@@ -49,19 +49,27 @@ class WorkerError(RuntimeError):
     """A rank failed: its rank, the call and the remote traceback."""
 
 
-def call_all(pool: RankPool, role: str, method: str, *args: Any) -> list[Any]:
-    """Call a role on every rank with the same arguments and wait for all."""
-    futures = [pool.submit(rank, role, method, args) for rank in range(pool.world_size)]
-    return pool.wait(futures)
+def call_all(pool: RankPool, ranks: range, role: str, method: str, *args: Any) -> list[Any]:
+    """Call a role on its ranks with the same arguments and wait for all."""
+    return pool.wait([pool.submit(rank, role, method, args) for rank in ranks])
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronRanks:
-    """Which data-parallel part each rank serves; ranks run tp, cp, dp, pp from fast to slow."""
+    """Which data-parallel part each rank serves; ranks run tp, cp, dp, pp from fast to slow.
+
+    They are the first ranks of the job.
+    """
 
     tp: int
     cp: int
     dp: int
+    pp: int
+
+    @property
+    def all(self) -> range:
+        """List the ranks of the role."""
+        return range(self.tp * self.cp * self.dp * self.pp)
 
     def part_of(self, rank: int) -> int:
         """Give the data-parallel index of a rank."""
@@ -106,7 +114,9 @@ class TrainGroup:
 
         Raises OSError when a rank wrote what this process cannot see.
         """
-        for rank, files in enumerate(call_all(self.pool, self.role, "save", folder)):
+        for rank, files in enumerate(
+            call_all(self.pool, self.ranks.all, self.role, "save", folder)
+        ):
             lost = [file for file in files if not (folder / file).is_file()]
             if lost:
                 raise OSError(
@@ -116,7 +126,7 @@ class TrainGroup:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
-        call_all(self.pool, self.role, "load", folder)
+        call_all(self.pool, self.ranks.all, self.role, "load", folder)
 
     def _columns(self, method: str, sequences: Sequences) -> Any:
         parts = self._split(sequences, self.log_prob_batching)
@@ -144,7 +154,7 @@ class TrainGroup:
         """Send each data-parallel part its call; give one answer a part, in part order."""
         futures = [
             self.pool.submit(rank, self.role, method, calls[self.ranks.part_of(rank)])
-            for rank in range(self.pool.world_size)
+            for rank in self.ranks.all
         ]
         answers: list[Any] = [None] * self.ranks.dp
         for rank, answer in enumerate(self.pool.wait(futures)):
@@ -154,14 +164,25 @@ class TrainGroup:
 
 
 class RolloutGroup:
-    """The engine's replicas: groups of `tp` consecutive ranks that answer for their prompts."""
+    """The engine's replicas, each of `tp` ranks that answer together for their prompts."""
 
     def __init__(
-        self, pool: RankPool, tp: int, spread: Callable[[int, int], Sequence[int]]
+        self,
+        pool: RankPool,
+        tp: int,
+        spread: Callable[[int, int], Sequence[int]],
+        ranks: range | None = None,
+        slots: Sequence[int] | None = None,
     ) -> None:
-        """`spread(total, parts)` says how many prompts each replica takes."""
+        """Take the engine's `ranks` (None: all of the job) in the order of their slots.
+
+        Slot i is tensor-parallel rank i % tp of replica i // tp; rank ranks[j] has slot
+        `slots[j]` (None: j). `spread(total, parts)` says how many prompts each replica takes.
+        """
         self.pool, self.tp, self.spread = pool, tp, spread
-        self.replicas = pool.world_size // tp
+        self.ranks = range(pool.world_size) if ranks is None else ranks
+        self.slots = tuple(range(len(self.ranks))) if slots is None else tuple(slots)
+        self.replicas = len(self.ranks) // tp
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
@@ -174,16 +195,17 @@ class RolloutGroup:
             for i in range(self.replicas)
         ]
         futures = [
-            self.pool.submit(rank, "rollout", "generate", (requests[rank // self.tp], sampling))
-            for rank in range(self.pool.world_size)
+            self.pool.submit(rank, "rollout", "generate", (requests[slot // self.tp], sampling))
+            for rank, slot in zip(self.ranks, self.slots, strict=True)
         ]
-        answers = self.pool.wait(futures)
-        return [group for rank in range(0, len(answers), self.tp) for group in answers[rank]]
+        answers = dict(zip(self.slots, self.pool.wait(futures), strict=True))
+        return [group for slot in range(0, len(answers), self.tp) for group in answers[slot]]
 
     def sleep(self) -> list[int]:
         """Free the engine's memory, where the device can; gives the bytes in use, 0 on a CPU."""
-        return call_all(self.pool, "rollout", "sleep")
+        return call_all(self.pool, self.ranks, "rollout", "sleep")
 
     def sync(self, version: int) -> list[SyncStats]:
         """Bring the actor's weights into the engine under a version; gives each rank's traffic."""
-        return call_all(self.pool, "rollout", "sync", version)
+        everyone = range(self.pool.world_size)
+        return call_all(self.pool, everyone, "sync", "run", version)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.schema import MegatronConfig
-from mrl.workers.specs import JobSpec, RankInfo, RoleSpec
+from mrl.workers.specs import JobSpec, RankInfo, RoleSpec, RolloutSpec
+from mrl.workers.worlds import worlds
 
 
 class WorkerHost:
@@ -26,22 +27,30 @@ class WorkerHost:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.device = _device(spec.device)
         self._join(spec, store)
-        # The engine comes first: it measures the memory that is free for it.
+        everyone = range(self.world_size)
+        self._everyone, self._trainer, self._engine = worlds(
+            (everyone, spec.trainer_ranks or everyone, spec.rollout_ranks or everyone)
+        )
         self._roles: dict[str, Any] = {"host": self}
-        if spec.rollout is None:
-            self._build_megatron(spec)
-            return
-        from mrl.workers.rollout import Rollout, build_engine
-
-        engine = build_engine(spec.rollout, self.device)
-        engine.sleep()
-        self._build_megatron(spec)
-        actor = self._roles["actor"].engine
-        self._roles["rollout"] = Rollout(engine, actor, spec.rollout, spec.ranks_per_node)
+        # The engine comes first: it measures the memory that is free for it.
+        if spec.rollout is not None and self._engine.is_member:
+            self._build_rollout(spec, spec.rollout)
+        if self._trainer.is_member:
+            with self._trainer.active():
+                self._build_megatron(spec)
+        if spec.rollout is not None:
+            self._build_sync(spec, spec.rollout)
+        self._worlds = {
+            name: {"rollout": self._engine, "host": self._everyone, "sync": self._everyone}.get(
+                name, self._trainer
+            )
+            for name in self._roles
+        }
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Run a role's method on this rank; the role `host` is the rank itself."""
-        return getattr(self._roles[role], method)(*args)
+        with self._worlds[role].active():
+            return getattr(self._roles[role], method)(*args)
 
     def describe(self) -> RankInfo:
         """Say where this rank runs."""
@@ -53,7 +62,8 @@ class WorkerHost:
     def close(self) -> None:
         """Leave the job."""
         if "rollout" in self._roles:
-            self._roles["rollout"].close()
+            with self._engine.active():
+                self._roles["rollout"].close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -62,6 +72,29 @@ class WorkerHost:
         timeout = datetime.timedelta(seconds=spec.timeout_s)
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+
+    def _build_rollout(self, spec: JobSpec, rollout: RolloutSpec) -> None:
+        from mrl.workers.rollout import Rollout, build_engine
+
+        index = self._engine.ranks.index(self.rank)
+        slot = index if rollout.slots is None else rollout.slots[index]
+        with self._engine.active():
+            engine = build_engine(rollout, self.device)
+        role = Rollout(engine, rollout, slot, colocated=self._trainer.is_member)
+        role.sleep()
+        self._roles["rollout"] = role
+
+    def _build_sync(self, spec: JobSpec, rollout: RolloutSpec) -> None:
+        from mrl.workers.weight_sync import WeightSync
+
+        actor = self._roles["actor"].engine.weights if self._trainer.is_member else None
+        self._roles["sync"] = WeightSync(
+            actor,
+            self._roles["rollout"] if self._engine.is_member else None,
+            rollout,
+            spec.ranks_per_node,
+            self._engine.active,
         )
 
     def _build_megatron(self, spec: JobSpec) -> None:

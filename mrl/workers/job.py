@@ -11,8 +11,10 @@ import torch
 
 from mrl.config import Config, RunPlan
 from mrl.config.plan import spread
-from mrl.config.roles import role_settings
+from mrl.config.roles import role_settings, rollout_ranks, trainer_ranks
 from mrl.resharding.families import ModelShape
+from mrl.resharding.report import source_layout, target_layout
+from mrl.resharding.slots import choose_slots
 from mrl.types import Batching
 from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup, call_all
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RankInfo, RoleSpec, RolloutSpec
@@ -56,6 +58,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         max_model_len=plan.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
         resharding=config.resharding,
+        slots=engine_slots(config, plan),
     )
     return JobSpec(
         actor=_role(config, plan, "actor", total_steps),
@@ -72,10 +75,25 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         ref=_enabled(config, plan, "ref", total_steps),
         rollout=rollout,
         device=device_of(config),
+        trainer_ranks=trainer_ranks(config),
+        rollout_ranks=rollout_ranks(config),
         ranks_per_node=config.trainer.n_gpus_per_node,
         seed=config.trainer.seed,
         timeout_s=config.trainer.fault_timeout_s,
     )
+
+
+def engine_slots(config: Config, plan: RunPlan) -> tuple[int, ...] | None:
+    """Choose the engine slot of each of its ranks, so that a sync moves the fewest bytes.
+
+    None where slot i goes to the i-th rank.
+    """
+    if config.rollout.name != "vllm" or config.resharding.mode != "direct":
+        return None
+    shape = ModelShape.from_folder(Path(config.model.path))
+    src, engine = source_layout(config, shape).layout(), target_layout(config, shape).layout()
+    slots = choose_slots(src, engine, plan.rollout_tp)
+    return None if slots == tuple(range(len(slots))) else slots
 
 
 def _enabled(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpec | None:
@@ -105,19 +123,26 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan) -> Roles:
         return TrainGroup(
             pool,
             name,
-            MegatronRanks(role.layout.tp, role.layout.cp, role.dp),
+            MegatronRanks(role.layout.tp, role.layout.cp, role.dp, role.layout.pp),
             _batching(role.micro_batch_size, role.max_token_len),
             _batching(role.log_prob_micro_batch_size, role.log_prob_max_token_len),
             shape.hidden_size,
             balanced=config.trainer.balance_batch,
         )
 
+    everyone = range(pool.world_size)
     return Roles(
         actor=group("actor"),
         critic=group("critic") if plan.roles["critic"].enabled else None,
         ref=group("ref") if plan.roles["ref"].enabled else None,
-        rollout=RolloutGroup(pool, plan.rollout_tp, spread),
-        ranks=tuple(call_all(pool, "host", "describe")),
+        rollout=RolloutGroup(
+            pool,
+            plan.rollout_tp,
+            spread,
+            rollout_ranks(config),
+            engine_slots(config, plan),
+        ),
+        ranks=tuple(call_all(pool, everyone, "host", "describe")),
     )
 
 

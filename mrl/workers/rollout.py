@@ -1,25 +1,17 @@
-"""The engine of one rank, its place in a replica, and its weights' way from the actor."""
+"""The engine of one rank and its place in a replica."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mrl.resharding.layout import Layout, TensorInfo, nodes
-from mrl.resharding.planner import plan
-from mrl.resharding.sync import Resharder, SyncStats
-from mrl.resharding.transports import Distributed
-from mrl.resharding.verify import compare_ends
+from mrl.resharding.layout import Layout, TensorInfo
 from mrl.types import Sample, SamplingParams
-from mrl.workers.megatron.engine import MegatronEngine
 from mrl.workers.specs import RolloutSpec
 
 Request = tuple[str, tuple[int, ...]]  # uid, prompt token ids
@@ -43,8 +35,12 @@ class Engine(Protocol):
         """Give the live parameters that hold the policy."""
         ...
 
-    def layout(self, tensors: Mapping[str, TensorInfo]) -> Layout:
-        """Say where the engines of all ranks hold the logical tensors; all ranks call it."""
+    def layout(self, tensors: Mapping[str, TensorInfo], rank: int) -> Layout:
+        """Say where this engine, of the job's `rank`, holds the logical tensors."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole checkpoint tensors through the engine's own loader."""
         ...
 
     def sleep(self) -> None:
@@ -53,6 +49,10 @@ class Engine(Protocol):
 
     def wake_weights(self) -> None:
         """Take the memory of the weights again; their values are lost."""
+        ...
+
+    def written(self) -> None:
+        """Bring up to date what the engine derives from the parameters just written."""
         ...
 
     def wake_cache(self) -> None:
@@ -95,29 +95,14 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class Rollout:
-    """The rollout role: generates with the actor's weights of the last sync."""
+    """The rollout role: generates with the weights of the last sync."""
 
-    def __init__(
-        self, engine: Engine, actor: MegatronEngine, spec: RolloutSpec, ranks_per_node: int
-    ) -> None:
-        """Plan the weight transfer together with all other ranks."""
+    def __init__(self, engine: Engine, spec: RolloutSpec, slot: int, colocated: bool) -> None:
+        """Hold the engine of a slot; a colocated one gives its memory to training."""
         self.engine, self.spec = engine, spec
-        self.rank = dist.get_rank()
-        self.replica, self.tp_rank = divmod(self.rank, spec.config.tensor_model_parallel_size)
+        self.replica, self.tp_rank = divmod(slot, spec.config.tensor_model_parallel_size)
         self.version = 0
-        node_of_rank = nodes(dist.get_world_size(), ranks_per_node)
-        source = replace(actor.weights.layout, node_of_rank=node_of_rank)
-        target = engine.layout(
-            {name: TensorInfo(info.shape, engine.dtype) for name, info in source.tensors.items()}
-        )
-        self.source_params, self.params = actor.weights.params(), engine.params()
-        self.resharder = Resharder(
-            plan(source, target, spec.resharding.bucket_bytes),
-            self.rank,
-            self.source_params,
-            self.params,
-            Distributed(),
-        )
+        self._sleeps = colocated and spec.config.free_cache_engine
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams
@@ -137,36 +122,12 @@ class Rollout:
 
         Gives the device memory then in use, in bytes, by all processes; 0 on a CPU.
         """
-        if self.spec.config.free_cache_engine:
+        if self._sleeps:
             self.engine.sleep()
         if not torch.cuda.is_available():
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
-
-    def sync(self, version: int) -> SyncStats:
-        """Write the actor's weights into the live engine as weight version `version`.
-
-        Raises ValueError when `resharding.verify` finds that the two ends differ.
-        """
-        if torch.cuda.is_available():
-            # Training leaves its activations' blocks cached; the engine needs that memory now.
-            torch.cuda.empty_cache()
-        self.engine.wake_weights()
-        start = time.perf_counter()
-        stats = self.resharder.run()
-        if torch.cuda.is_available():
-            # The exchange itself never waits for the host; its time is known only once it has.
-            torch.cuda.synchronize()
-            stats = replace(stats, seconds=time.perf_counter() - start)
-        if self.spec.resharding.verify:
-            compare_ends(
-                self.resharder.plan, self.rank, self.source_params, self.params, Distributed()
-            )
-        # A cache computed with the old weights would give wrong log-probs.
-        self.engine.wake_cache()
-        self.version = version
-        return stats
 
     def close(self) -> None:
         """End the engine."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -105,20 +104,29 @@ class HFEngine:
         """Give the model's parameters; a tied head is the embedding and appears once."""
         return dict(self.model.named_parameters())
 
-    def layout(self, tensors: Mapping[str, TensorInfo]) -> Layout:
-        """Say that every rank has every logical tensor whole, under its own name."""
+    def layout(self, tensors: Mapping[str, TensorInfo], rank: int) -> Layout:
+        """Say that the rank has every logical tensor whole, under its own name."""
+        held = {name: TensorInfo(info.shape, self.dtype) for name, info in tensors.items()}
         pieces = tuple(
-            Piece(name, whole(info.shape), rank, name, whole(info.shape))
-            for rank in range(dist.get_world_size())
-            for name, info in tensors.items()
+            Piece(name, whole(info.shape), (rank,), name, whole(info.shape))
+            for name, info in held.items()
         )
-        return Layout("hf engine", tensors, pieces)
+        return Layout("hf engine", held, pieces)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole checkpoint tensors."""
+        live = self.params()
+        for name, tensor in weights:
+            live[name].data.copy_(tensor)
 
     def sleep(self) -> None:
         """Do nothing: the weights stay."""
 
     def wake_weights(self) -> None:
         """Do nothing: the weights stayed."""
+
+    def written(self) -> None:
+        """Do nothing: nothing is derived from the weights."""
 
     def wake_cache(self) -> None:
         """Do nothing: generate keeps no cache between calls."""

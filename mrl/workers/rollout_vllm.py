@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import vllm
 import vllm._custom_ops
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from vllm.distributed import parallel_state
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
 from mrl.resharding.layout import Layout, TensorInfo
-from mrl.resharding.transports import Distributed
-from mrl.resharding.vllm import engine_layout, live_params
+from mrl.resharding.vllm import (
+    addresses,
+    check_addresses,
+    constants,
+    engine_layout,
+    live_params,
+    refresh_derived,
+    restore_constants,
+)
 from mrl.types import Sample, SamplingParams
 from mrl.workers.rollout import Request
 from mrl.workers.specs import RolloutSpec
@@ -33,33 +47,37 @@ class VLLMEngine:
         self._asleep = False
         threads = torch.get_num_threads()
         if not on_gpu:
-            # The CPU backend would pack weights into buffers that an in-place write never
-            # reaches, and leave the parameters empty.
-            vllm._custom_ops._supports_onednn = False
-        self.llm = vllm.LLM(
-            model=spec.path,
-            tokenizer=spec.tokenizer_path,
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=config.tensor_model_parallel_size,
-            load_format="dummy",
-            dtype=self.dtype,
-            seed=config.seed,
-            trust_remote_code=spec.trust_remote_code,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if on_gpu else config.cpu_kv_cache_gib * _GIB,
-            enforce_eager=config.enforce_eager or not on_gpu,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            enable_sleep_mode=self._sleeps,
-            logprobs_mode="processed_logprobs",  # temperature applied, as the trainer does
-            disable_log_stats=True,
-        )
+            _use_live_cpu_weights()
+        with _rank_order(spec.slots):
+            self.llm = vllm.LLM(
+                model=spec.path,
+                tokenizer=spec.tokenizer_path,
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=config.tensor_model_parallel_size,
+                enable_expert_parallel=config.enable_expert_parallel,
+                # The other kernels lay experts out anew, out of reach of an in-place write.
+                moe_backend="triton" if on_gpu else "auto",
+                load_format="dummy",
+                dtype=self.dtype,
+                seed=config.seed,
+                trust_remote_code=spec.trust_remote_code,
+                max_model_len=spec.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if on_gpu else config.cpu_kv_cache_gib * _GIB,
+                enforce_eager=config.enforce_eager or not on_gpu,
+                enable_prefix_caching=config.enable_prefix_caching,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                enable_sleep_mode=self._sleeps,
+                logprobs_mode="processed_logprobs",  # temperature applied, as the trainer does
+                disable_log_stats=True,
+            )
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
         self.model = self.llm.apply_model(lambda model: model)[0]
+        self._addresses = addresses(self.model)
+        self._constants = constants(self.model) if self._sleeps else {}
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, policy_version: int
@@ -107,9 +125,14 @@ class VLLMEngine:
         """Give the live parameters."""
         return live_params(self.model)
 
-    def layout(self, tensors: Mapping[str, TensorInfo]) -> Layout:
-        """Trace vLLM's own loader on every rank."""
-        return engine_layout(self.model, tensors, dist.get_rank(), Distributed(), {})
+    def layout(self, tensors: Mapping[str, TensorInfo], rank: int) -> Layout:
+        """Trace vLLM's own loader on this rank."""
+        return engine_layout(self.model, tensors, rank)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole checkpoint tensors through vLLM's own loader, in place."""
+        with torch.no_grad():
+            self.model.load_weights(weights)
 
     def sleep(self) -> None:
         """Drop weights and cache (level 2: nothing is saved to the host)."""
@@ -121,9 +144,18 @@ class VLLMEngine:
         """Take the memory of the weights again, at the same addresses."""
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
+            restore_constants(self.model, self._constants)
+
+    def written(self) -> None:
+        """Rebuild what vLLM derives from its weights.
+
+        Raises RuntimeError when a tensor is not where CUDA graphs were captured with it.
+        """
+        refresh_derived(self.model, getattr(torch, self.dtype))
+        check_addresses(self.model, self._addresses)
 
     def wake_cache(self) -> None:
-        """Take the memory of the cache again; forget every cached prefix.
+        """Take the memory of the cache again; forget all that was computed with old weights.
 
         Raises RuntimeError when vLLM refuses to reset the prefix cache.
         """
@@ -131,6 +163,8 @@ class VLLMEngine:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         self._forget_prefixes()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
 
     def _forget_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -139,3 +173,64 @@ class VLLMEngine:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _use_live_cpu_weights() -> None:
+    """Keep vLLM's CPU kernels from packing weights where an in-place write never reaches them."""
+    vllm._custom_ops._supports_onednn = False
+    os.environ |= {"VLLM_CPU_SGL_KERNEL": "0", "VLLM_ZENTORCH_WEIGHT_PREPACK": "0"}
+    CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
+    CPUFusedMOE.init_moe_torch = _init_local_experts
+
+
+_init_all_experts = CPUFusedMOE.init_moe_torch
+
+
+def _init_local_experts(kernel: CPUFusedMOE, layer: Any) -> None:
+    """Let the experts of other ranks add nothing: vLLM's CPU kernel takes all for local."""
+    _init_all_experts(kernel, layer)
+    if layer.expert_map is None:
+        return
+    _, gate_and_up, hidden = layer.w13_weight.shape
+    for name, width in (("gate_up_linear", gate_and_up), ("down_linear", hidden)):
+        local = vars(layer)[name]
+        absent = partial(_zeros, width)
+        vars(layer)[name] = [local[i] if i >= 0 else absent for i in layer.expert_map.tolist()]
+
+
+def _zeros(width: int, tokens: Tensor) -> Tensor:
+    return tokens.new_zeros(len(tokens), width)
+
+
+@contextmanager
+def _rank_order(slots: Sequence[int] | None) -> Iterator[None]:
+    """Let vLLM build its groups so that the i-th rank takes slot `slots[i]`.
+
+    A slot is replica * tp + tp_rank. vLLM 0.26 makes every group from consecutive ranks by
+    `init_model_parallel_group`; here each list names the ranks of those slots instead. Raises
+    RuntimeError where torch's order in a group is not vLLM's: collectives would swap shards.
+    """
+    if slots is None:
+        yield
+        return
+    rank_of_slot = [slots.index(slot) for slot in range(len(slots))]
+    make = parallel_state.init_model_parallel_group
+
+    def in_order(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        moved = [[rank_of_slot[slot] for slot in group] for group in group_ranks]
+        # torch sorts the ranks of a new group, for which it finds this before the builtin
+        distributed_c10d.sorted = list
+        try:
+            group = make(moved, *args, **kwargs)
+        finally:
+            del distributed_c10d.sorted
+        found = dist.get_process_group_ranks(group.device_group)
+        if found != group.ranks:
+            raise RuntimeError(f"torch orders a group of ranks {group.ranks} as {found}")
+        return group
+
+    parallel_state.init_model_parallel_group = in_order
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = make

@@ -43,6 +43,7 @@ class RolloutSpec:
     max_model_len: int
     trust_remote_code: bool
     resharding: ReshardingConfig
+    slots: tuple[int, ...] | None  # of the engine's ranks in order; None: slot i on the i-th rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class JobSpec:
     ranks_per_node: int
     seed: int
     timeout_s: float
+    trainer_ranks: range | None = None  # with actor, critic, reference: the first; None: all
+    rollout_ranks: range | None = None  # with the engine: the last of the job; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def test_lengths_must_fit_the_model_and_the_engine(refuse, load, model):
 
 def test_unsupported_and_broken_models_are_refused(refuse, model, tmp_path):
     (found,) = refuse(f"model.path={model(model_type='gpt2')}", text=ONE_RANK)
-    assert "'gpt2'" in found.rule and found.nearest == "qwen2 or llama"
+    assert "'gpt2'" in found.rule and found.nearest.endswith("qwen3_moe")
     (tmp_path / "model" / "config.json").write_text("{")
     assert "cannot be read" in refuse(f"model.path={tmp_path / 'model'}", text=ONE_RANK)[0].rule
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -330,3 +330,58 @@ def test_a_model_folder_without_weights_is_refused(load, model, tmp_path):
     )
     with pytest.raises(ConfigError, match="no weights"):
         check_files(config)
+
+
+SPLIT = ("placement.mode=disaggregated", "trainer.n_gpus_per_node=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "nearest"),
+    [
+        (SPLIT, "placement.rollout_gpus", "2"),
+        ((*SPLIT, "placement.rollout_gpus=4"), "placement.rollout_gpus", "3"),
+        ((*SPLIT, "placement.rollout_gpus=0"), "placement.rollout_gpus", "1"),
+        ((*SPLIT, "placement.trainer_gpus=5"), "placement.trainer_gpus", "3"),
+        (
+            (*SPLIT, "placement.trainer_gpus=1", "placement.rollout_gpus=2"),
+            "placement.trainer_gpus + placement.rollout_gpus",
+            "at least 4",
+        ),
+        (("placement.rollout_gpus=1",), "placement.rollout_gpus", "null"),
+    ],
+)
+def test_trainer_and_engine_must_fill_the_ranks(refuse, overrides, key, nearest):
+    (found,) = refuse(*overrides, text=ONE_RANK)
+    assert (found.key, found.nearest) == (key, nearest)
+
+
+def test_layouts_are_checked_against_the_ranks_of_their_side(refuse, load):
+    sides = (*SPLIT, "trainer.n_gpus_per_node=6", "placement.rollout_gpus=2")
+    found = refuse(*sides, "rollout.tensor_model_parallel_size=3", text=ONE_RANK)
+    assert keys(found) == ["rollout.tensor_model_parallel_size"]
+    found = refuse(*sides, "actor.megatron.tensor_model_parallel_size=3", text=ONE_RANK)
+    assert keys(found)[0] == "actor.megatron.tensor_model_parallel_size"
+    load(*sides, "actor.megatron.tensor_model_parallel_size=4", text=ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [("true", "every_step"), ("false", "off"), ("off", "off"), ("first_step", "first_step")],
+)
+def test_verification_is_switched_by_name_or_by_truth(load, value, meaning):
+    config = load(f"resharding.verify={value}", text=ONE_RANK)
+    assert config.resharding.verify == meaning
+
+
+def test_expert_parallelism_must_divide_the_experts(refuse, load, model):
+    sizes = {"model_type": "qwen3_moe", "num_experts": 6}
+    ranks = ("trainer.n_gpus_per_node=4", GRPO, "rollout.n=4", f"model.path={model(**sizes)}")
+    (found,) = refuse(*ranks, "actor.megatron.expert_model_parallel_size=4", text=ONE_RANK)
+    assert "6 experts" in found.rule and found.nearest == "1, 2, 3, 6"
+    load(*ranks, "actor.megatron.expert_model_parallel_size=2", text=ONE_RANK)
+
+
+def test_models_that_only_have_a_table_are_planned_but_not_trained(load, model):
+    config = load(f"model.path={model(model_type='gemma2')}", text=ONE_RANK)
+    with pytest.raises(ConfigError, match=r"gemma2.*not trained yet"):
+        check_trainable(config)

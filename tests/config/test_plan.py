@@ -180,3 +180,13 @@ def test_warmup_is_a_number_or_a_share_of_the_run():
     assert warmup_steps(OptimConfig(lr_warmup_steps=7, lr_warmup_steps_ratio=0.5), 100) == 7
     assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.1), 100) == 10
     assert warmup_steps(OptimConfig(), 100) == 0
+
+
+def test_trainer_and_engine_count_their_own_ranks(plan):
+    split = ("placement.mode=disaggregated", "placement.rollout_gpus=2", "data.train_batch_size=64")
+    found = plan(*split, "actor.ppo_mini_batch_size=64")
+    assert (found.world_size, found.trainer_world, found.rollout_world) == (6, 4, 2)
+    assert (found.replicas, found.roles["actor"].dp) == (1, 4)
+    mixed = plan(*split, "actor.ppo_mini_batch_size=64", "placement.trainer_gpus=6",
+                 "actor.ppo_micro_batch_size_per_gpu=8")  # fmt: skip
+    assert (mixed.trainer_world, mixed.rollout_world, mixed.roles["actor"].dp) == (6, 2, 6)

@@ -1,7 +1,7 @@
 """Reference placements for the tests, made by torch operations on whole tensors.
 
 They share no code with the box algebra under test: fused projections by `view` and `cat`, shards
-by `chunk`. The vLLM layout in closed form is the cross-check of the traced one.
+by `chunk`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mrl.resharding import Layout, MegatronLayout, ModelShape, Piece, TensorInfo
-from mrl.resharding.layout import whole
+from mrl.resharding import Layout, MegatronLayout, ModelShape, TensorInfo
+from mrl.resharding.vllm_layout import VLLMLayout
 
 LAYER = "model.layers.{}."
+MOE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+SHARED = MOE | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
+MLA = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+NOAUX = {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+# A tiny model of every family: what its config.json adds to `tiny_shape`'s.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}),
+    "glm4": ("glm4", {"attention_bias": True, "pad_token_id": 0}),
+    "qwen3_moe": ("qwen3_moe", MOE | {"num_experts": 6, "mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", MOE | {"num_local_experts": 6, "sliding_window": None}),
+    "glm4_moe": ("glm4_moe", SHARED | {"use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v2": ("deepseek_v2", SHARED | MLA | {"q_lora_rank": 16, "scoring_func": "softmax"}),
+    "deepseek_v2_lite": ("deepseek_v2", SHARED | MLA | {"q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", SHARED | MLA | NOAUX | {"q_lora_rank": 16}),
+}
 
 
 def tiny_shape(
@@ -111,91 +132,80 @@ def vllm_vocab(shape: ModelShape) -> int:
 
 
 def vllm_params(
-    shape: ModelShape, tp: int, values: Mapping[str, Tensor], tp_rank: int
+    shape: ModelShape,
+    tp: int,
+    values: Mapping[str, Tensor],
+    tp_rank: int,
+    ep: bool = False,
 ) -> dict[str, Tensor]:
+    """Build one rank's parameters as vLLM 0.26 does, by checkpoint names alone."""
     params: dict[str, Tensor] = {}
-    kv_shards = min(tp, shape.num_kv_heads)
+    for name, value in values.items():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
 
-    def column(weight: Tensor, shards: int = tp) -> Tensor:
-        return weight.chunk(shards, 0)[tp_rank * shards // tp]
+        def beside(other: str, parent: str = parent, kind: str = kind) -> Tensor:
+            return values[f"{parent}.{other}.{kind}"]
 
-    params["model.embed_tokens.weight"] = column(
-        pad_rows(values["model.embed_tokens.weight"], vllm_vocab(shape))
-    ).clone()
-    for layer in range(shape.num_layers):
-        hf = LAYER.format(layer)
-        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-            q, k, v = (values[hf + f"self_attn.{name}_proj.{kind}"] for name in "qkv")
-            params[hf + f"self_attn.qkv_proj.{kind}"] = torch.cat(
-                [column(q), column(k, kv_shards), column(v, kv_shards)]
+        if ".experts." in name:
+            block, _, _ = name.partition(".experts.")
+            gate, up, down = (
+                ("w1", "w3", "w2") if leaf[0] == "w" else ("gate_proj", "up_proj", "down_proj")
             )
-        params[hf + "self_attn.o_proj.weight"] = (
-            values[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank].clone()
-        )
-        params[hf + "mlp.gate_up_proj.weight"] = torch.cat(
-            [column(values[hf + f"mlp.{name}_proj.weight"]) for name in ("gate", "up")]
-        )
-        params[hf + "mlp.down_proj.weight"] = (
-            values[hf + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank].clone()
-        )
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            params[hf + norm + ".weight"] = values[hf + norm + ".weight"].clone()
-    params["model.norm.weight"] = values["model.norm.weight"].clone()
-    if not shape.tie_word_embeddings:
-        params["lm_head.weight"] = column(
-            pad_rows(values["lm_head.weight"], vllm_vocab(shape))
-        ).clone()
+            if leaf == gate:
+                rows = _column(value, tp, tp_rank, ep), _column(beside(up), tp, tp_rank, ep)
+                _stack(params, f"{block}.experts.routed_experts.w13_weight", torch.cat(rows))
+            elif leaf == down:
+                part = value if ep else value.chunk(tp, 1)[tp_rank]
+                _stack(params, f"{block}.experts.routed_experts.w2_weight", part)
+        elif leaf in ("embed_tokens", "lm_head"):
+            params[name] = _column(pad_rows(value, vllm_vocab(shape)), tp, tp_rank)
+        elif leaf == "q_proj" and f"{parent}.k_proj.{kind}" in values:
+            kv_shards = min(tp, shape.num_kv_heads)
+            kv = (
+                beside(other).chunk(kv_shards)[tp_rank * kv_shards // tp]
+                for other in ("k_proj", "v_proj")
+            )
+            params[f"{parent}.qkv_proj.{kind}"] = torch.cat([_column(value, tp, tp_rank), *kv])
+        elif leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
+            params[name] = _column(value, tp, tp_rank)
+        elif leaf == "q_a_proj":
+            params[f"{parent}.fused_qkv_a_proj.{kind}"] = torch.cat(
+                [value, beside("kv_a_proj_with_mqa")]
+            )
+        elif leaf in ("gate_proj", "gate_up_proj"):
+            halves = (value, beside("up_proj")) if leaf == "gate_proj" else value.chunk(2)
+            params[f"{parent}.gate_up_proj.{kind}"] = torch.cat(
+                [_column(half, tp, tp_rank) for half in halves]
+            )
+        elif leaf in ("o_proj", "down_proj"):
+            params[name] = value.chunk(tp, 1)[tp_rank].clone()
+        elif leaf not in ("k_proj", "v_proj", "up_proj") and not (
+            leaf == "kv_a_proj_with_mqa" and f"{parent}.q_a_proj.{kind}" in values
+        ):
+            params[name] = value.clone()
+    if ep:
+        for name in [name for name in params if "routed_experts" in name]:
+            rows = params[name].chunk(shape.moe.num_experts)
+            params[name] = torch.cat(torch.tensor_split(torch.stack(rows), tp)[tp_rank].unbind())
     return params
 
 
-def vllm_pieces(shape: ModelShape, tp: int, tp_rank: int, rank: int) -> list[Piece]:
-    """Give vLLM's placement on one rank (0.26, linear.py and vocab_parallel_embedding.py)."""
-    hd, heads = shape.head_dim, shape.num_heads // tp
-    kv_heads = max(1, shape.num_kv_heads // tp)
-    kv_first = (
-        tp_rank * kv_heads if shape.num_kv_heads >= tp else (tp_rank // (tp // shape.num_kv_heads))
-    )
-    ffn, vocab = shape.ffn_size // tp, vllm_vocab(shape) // tp
-    q, k = (tp_rank * heads * hd, heads * hd), (kv_first * hd, kv_heads * hd)
-    stacked = {  # logical suffix: parameter, first row and rows in the tensor, row in the parameter
-        "self_attn.q_proj": ("self_attn.qkv_proj", *q, 0),
-        "self_attn.k_proj": ("self_attn.qkv_proj", *k, q[1]),
-        "self_attn.v_proj": ("self_attn.qkv_proj", *k, q[1] + k[1]),
-        "mlp.gate_proj": ("mlp.gate_up_proj", tp_rank * ffn, ffn, 0),
-        "mlp.up_proj": ("mlp.gate_up_proj", tp_rank * ffn, ffn, ffn),
-    }
-    pieces = []
-    for name, info in shape.tensors().items():
-        full = whole(info.shape)
-        module, kind = name.rsplit(".", 1)
-        suffix = ".".join(module.split(".")[-2:])
-        if suffix in stacked:
-            param, first, rows, row = stacked[suffix]
-            box = ((first, first + rows), *full[1:])
-            local = ((row, row + rows), *full[1:])
-            param = f"{module.removesuffix(suffix)}{param}.{kind}"
-            pieces.append(Piece(name, box, rank, param, local))
-        elif suffix in ("self_attn.o_proj", "mlp.down_proj"):
-            count = info.shape[1] // tp
-            box = (full[0], (tp_rank * count, (tp_rank + 1) * count))
-            pieces.append(Piece(name, box, rank, name, (full[0], (0, count))))
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            start, stop = tp_rank * vocab, min((tp_rank + 1) * vocab, shape.vocab_size)
-            if start < stop:
-                box, local = ((start, stop), full[1]), ((0, stop - start), full[1])
-                pieces.append(Piece(name, box, rank, name, local))
-        else:
-            pieces.append(Piece(name, full, rank, name, full))
-    return pieces
+def _column(weight: Tensor, tp: int, tp_rank: int, replicated: bool = False) -> Tensor:
+    return weight.clone() if replicated else weight.chunk(tp)[tp_rank].clone()
+
+
+def _stack(params: dict[str, Tensor], name: str, expert: Tensor) -> None:
+    params[name] = torch.cat([params[name], expert]) if name in params else expert.clone()
 
 
 def vllm_layout(
     shape: ModelShape, tp: int, world: int, node_of_rank: Mapping[int, int] | None = None
 ) -> Layout:
     """Place world / tp replicas, TP fastest."""
-    pieces = [p for rank in range(world) for p in vllm_pieces(shape, tp, rank % tp, rank)]
-    padded = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
-    return Layout("vllm", shape.tensors(), tuple(pieces), node_of_rank or {}, padded)
+    return VLLMLayout(
+        shape, tp, world // tp, dtype=shape.dtype, node_of_rank=node_of_rank or {}
+    ).layout()
 
 
 def like(params: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:

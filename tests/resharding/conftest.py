@@ -1,19 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
-
-
-@pytest.fixture
-def single_rank_megatron():
-    """Megatron's parallel state for one rank over gloo."""
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

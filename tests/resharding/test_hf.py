@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.resharding import FILE_RANK, MegatronLayout, ModelShape, hf_layout
+from mrl.resharding.gate import check_written_once
 from mrl.resharding.hf import INDEX_FILE, plan_shards, read_headers, shard_layout
-from mrl.resharding.planner import check_written_once
 from tests.resharding.closed_form import tiny_shape
 
 

@@ -83,10 +83,12 @@ def both(path: Path, where: MegatronConfig, temperature: float = 1.0) -> JobSpec
     return job(actor, replace(actor, name="critic", head="value"))
 
 
-def group(pool: RankPool, spec: RoleSpec, batching: Batching = ALL_ROWS) -> TrainGroup:
-    """Give the controller's hand on a role."""
+def group(
+    pool: RankPool, spec: RoleSpec, batching: Batching = ALL_ROWS, world: int | None = None
+) -> TrainGroup:
+    """Give the controller's hand on a role, of the first `world` ranks (None: all)."""
     tp, pp = spec.layout.tensor_model_parallel_size, spec.layout.pipeline_model_parallel_size
-    ranks = MegatronRanks(tp, 1, pool.world_size // (tp * pp))
+    ranks = MegatronRanks(tp, 1, (world or pool.world_size) // (tp * pp), pp)
     return TrainGroup(pool, spec.name, ranks, batching, batching, HIDDEN)
 
 

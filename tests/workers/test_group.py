@@ -90,7 +90,7 @@ def responses(rows: Sequences) -> torch.Tensor:
 def train_group(
     tp: int, pp: int, dp: int, batching: Batching, balanced: bool = True
 ) -> tuple[TrainGroup, Scorer, LocalPool]:
-    scorer = Scorer(MegatronRanks(tp, 1, dp), pp)
+    scorer = Scorer(MegatronRanks(tp, 1, dp, pp), pp)
     pool = LocalPool(tp * pp * dp, scorer)
     group = TrainGroup(pool, "actor", scorer.ranks, batching, batching, 64, balanced)
     return group, scorer, pool
@@ -158,7 +158,7 @@ def test_metrics_count_every_part_once() -> None:
 
 def test_checkpoints_are_asked_of_every_rank() -> None:
     pool = LocalPool(4, lambda rank, method, args: ())
-    ranks = MegatronRanks(2, 1, 2)
+    ranks = MegatronRanks(2, 1, 2, 1)
     one = Batching(micro_batch_size=1)
     group = TrainGroup(pool, "critic", ranks, one, one, 64)
     group.save(Path("folder"))
@@ -174,7 +174,7 @@ def test_a_file_that_only_a_rank_can_see_is_no_checkpoint(tmp_path: Path) -> Non
     (tmp_path / "seen").touch()
     pool = LocalPool(2, lambda rank, method, args: ("seen", "elsewhere")[: rank + 1])
     one = Batching(micro_batch_size=1)
-    group = TrainGroup(pool, "actor", MegatronRanks(2, 1, 1), one, one, 64)
+    group = TrainGroup(pool, "actor", MegatronRanks(2, 1, 1, 1), one, one, 64)
     with pytest.raises(OSError, match=r"rank 1 wrote elsewhere .* all nodes share"):
         group.save(tmp_path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from mrl.batching.experience import collect
 from mrl.config.plan import spread
-from mrl.config.schema import OptimConfig, ReshardingConfig, RolloutConfig
+from mrl.config.schema import MegatronConfig, OptimConfig, ReshardingConfig, RolloutConfig
 from mrl.resharding.sync import SyncStats
 from mrl.resharding.verify import compare_with_reload
 from mrl.types import PolicyBatch, Prompt, Ragged, Sample, SamplingParams
@@ -25,19 +25,58 @@ from tests.workers import jobs
 
 LENGTHS = (3, 40, 140, 7, 150, 20)  # the long ones fill blocks of the engine's prefix cache
 RESPONSE = 8
+BUCKET_BYTES = 64 * 1024  # several buckets
 MODEL_LENGTH = 160
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=RESPONSE, seed=11)
 GREEDY = replace(SAMPLING, n=1, temperature=0.0)
 START_LIMIT_S = 400.0  # of a job with an engine on every rank
 
-LAYOUTS = {  # ranks, actor tp and pp, engine, its tp
-    "tp2-pp2-to-vllm-tp2": (4, 2, 2, "vllm", 2),
-    "tp2-pp2-to-vllm-tp1": (4, 2, 2, "vllm", 1),
-    "tp2-to-vllm-tp1": (2, 2, 1, "vllm", 1),
-    "pp2-to-vllm-tp2": (2, 1, 2, "vllm", 2),
-    "tp2-pp2-to-hf": (4, 2, 2, "hf", 1),
+
+@dataclass(frozen=True)
+class Case:
+    """Where actor and engine are."""
+
+    world: int
+    actor: MegatronConfig
+    engine: str
+    tp: int  # of the engine
+    model: str = "policy"  # a fixture
+    trainer: range | None = None
+    rollout: range | None = None
+    slots: tuple[int, ...] | None = None
+    ep: bool = False  # of the engine
+    mode: str = "direct"
+
+    @property
+    def engine_ranks(self) -> range:
+        return range(self.world) if self.rollout is None else self.rollout
+
+
+EP2 = {"expert_model_parallel_size": 2}
+SPLIT = {"trainer": range(2), "rollout": range(2, 4)}
+CASES = {
+    "tp2-pp2-to-tp2": Case(4, jobs.layout(2, 2), "vllm", 2, slots=(0, 2, 1, 3)),
+    "tp2-pp2-to-tp1": Case(4, jobs.layout(2, 2), "vllm", 1),
+    "tp2-pp2-to-tp4": Case(4, jobs.layout(2, 2), "vllm", 4),
+    "tp4-to-tp2": Case(4, jobs.layout(4), "vllm", 2),
+    "tp2-to-tp1": Case(2, jobs.layout(2), "vllm", 1),
+    "tied-pp2-to-tp2": Case(2, jobs.layout(1, 2), "vllm", 2),
+    "pp2-vpp2-to-tp2": Case(
+        2, jobs.layout(1, 2, virtual_pipeline_model_parallel_size=2), "vllm", 2
+    ),
+    "ep2-to-tp2": Case(2, jobs.layout(**EP2), "vllm", 2, model="experts"),
+    "ep2-tp2-to-ep2": Case(4, jobs.layout(2, **EP2), "vllm", 2, model="experts", ep=True),
+    "2-and-2-tp2-to-tp2": Case(4, jobs.layout(2), "vllm", 2, **SPLIT),
+    "2-and-2-pp2-to-tp1": Case(4, jobs.layout(1, 2), "vllm", 1, **SPLIT),
+    "tp2-to-tp1-gather": Case(2, jobs.layout(2), "vllm", 1, mode="gather"),
+    "tp2-pp2-to-hf": Case(4, jobs.layout(2, 2), "hf", 1),
+    "tp2-pp2-to-hf-gather": Case(4, jobs.layout(2, 2), "hf", 1, mode="gather"),
+    "2-and-2-tp2-to-hf": Case(4, jobs.layout(2), "hf", 1, **SPLIT),
+    "2-of-3-and-2-of-3-to-hf": Case(
+        3, jobs.layout(2), "hf", 1, trainer=range(2), rollout=range(1, 3)
+    ),
 }
-FAST = ("tp2-pp2-to-vllm-tp2", "tp2-pp2-to-hf")
+FAST = ("tp2-pp2-to-tp2", *(name for name, case in CASES.items() if case.engine == "hf"))
 
 
 @dataclass(frozen=True)
@@ -47,8 +86,20 @@ class Job:
     pool: ForkedPool
     actor: TrainGroup
     rollout: RolloutGroup
-    engine: str
+    case: Case
     traffic: list[SyncStats]  # of the first sync, by rank
+
+    def on_engines(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Run a module-level function on the engine's ranks."""
+        return self._on(self.case.engine_ranks, function, kwargs)
+
+    def on_trainers(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Run a module-level function on the actor's ranks."""
+        return self._on(self.case.trainer or range(self.case.world), function, kwargs)
+
+    def _on(self, ranks: range, function: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
+        call = (function.__module__, function.__qualname__, kwargs)
+        return self.pool.wait([self.pool.submit(rank, "", "run", call) for rank in ranks])
 
 
 def addresses(host: WorkerHost) -> dict[str, int]:
@@ -80,11 +131,12 @@ def greedy_log_probs(host: WorkerHost, token_ids: tuple[int, ...]) -> tuple[int,
     """
     import vllm
 
-    output = host._roles["rollout"].engine.llm.generate(
-        [vllm.inputs.TokensPrompt(prompt_token_ids=list(token_ids))],
-        vllm.SamplingParams(temperature=0.0, max_tokens=RESPONSE, logprobs=0),
-        use_tqdm=False,
-    )[0]
+    with host._engine.active():
+        output = host._roles["rollout"].engine.llm.generate(
+            [vllm.inputs.TokensPrompt(prompt_token_ids=list(token_ids))],
+            vllm.SamplingParams(temperature=0.0, max_tokens=RESPONSE, logprobs=0),
+            use_tqdm=False,
+        )[0]
     answer = output.outputs[0]
     log_probs = [row[t].logprob for t, row in zip(answer.token_ids, answer.logprobs, strict=True)]
     return output.num_cached_tokens, tuple(log_probs)
@@ -96,14 +148,15 @@ def set_temperature(host: WorkerHost, temperature: float) -> None:
     engine.spec = replace(engine.spec, temperature=temperature)
 
 
-def spec_of(model: Path, tp: int, pp: int, engine: str, engine_tp: int) -> JobSpec:
+def spec_of(model: Path, case: Case) -> JobSpec:
     """Give a job of an actor that takes steps that show and an engine."""
     optim = OptimConfig(lr=3e-3, weight_decay=0.0)
-    actor = jobs.role(model, jobs.layout(tp, pp), optim=optim)
+    actor = jobs.role(model, case.actor, optim=optim)
     config = RolloutConfig(
-        name=engine,
+        name=case.engine,
         n=SAMPLING.n,
-        tensor_model_parallel_size=engine_tp,
+        tensor_model_parallel_size=case.tp,
+        enable_expert_parallel=case.ep,
         max_num_seqs=32,
         max_num_batched_tokens=512,
     )
@@ -113,28 +166,34 @@ def spec_of(model: Path, tp: int, pp: int, engine: str, engine_tp: int) -> JobSp
         tokenizer_path=str(model),
         max_model_len=MODEL_LENGTH,
         trust_remote_code=False,
-        resharding=ReshardingConfig(verify=True),
+        resharding=ReshardingConfig(mode=case.mode, verify="every_step", bucket_bytes=BUCKET_BYTES),
+        slots=case.slots,
     )
-    return replace(jobs.job(actor), rollout=rollout, timeout_s=START_LIMIT_S)
+    return replace(
+        jobs.job(actor),
+        rollout=rollout,
+        timeout_s=START_LIMIT_S,
+        trainer_ranks=case.trainer,
+        rollout_ranks=case.rollout,
+    )
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in LAYOUTS
-    ],
+    params=[pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES],
 )
-def job(request: pytest.FixtureRequest, ranks: Ranks, policy: Path) -> Iterator[Job]:
-    world, tp, pp, engine, engine_tp = LAYOUTS[request.param]
-    spec = spec_of(policy, tp, pp, engine, engine_tp)
-    with ranks.job(world, spec, START_LIMIT_S) as pool:
-        rollout = RolloutGroup(pool, engine_tp, spread)
-        yield Job(pool, jobs.group(pool, spec.actor), rollout, engine, rollout.sync(0))
+def job(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[Job]:
+    case = CASES[request.param]
+    spec = spec_of(request.getfixturevalue(case.model), case)
+    with ranks.job(case.world, spec, START_LIMIT_S) as pool:
+        rollout = RolloutGroup(pool, case.tp, spread, case.engine_ranks, case.slots)
+        actor = jobs.group(pool, spec.actor, world=len(case.trainer or range(case.world)))
+        yield Job(pool, actor, rollout, case, rollout.sync(0))
 
 
 @pytest.fixture(scope="module")
 def vllm_job(job: Job) -> Job:
-    if job.engine != "vllm":
+    if job.case.engine != "vllm":
         pytest.skip("about vLLM's own parts")
     return job
 
@@ -183,24 +242,27 @@ def test_log_probs_have_the_sampling_temperature_applied(job: Job) -> None:
     groups = job.rollout.generate(prompts_of(), replace(SAMPLING, temperature=0.7))
     assert gap(job, groups) > 1e-2
     try:
-        job.pool.each(set_temperature, temperature=0.7)
+        job.on_trainers(set_temperature, temperature=0.7)
         assert gap(job, groups) < 1e-4
     finally:
-        job.pool.each(set_temperature, temperature=1.0)
+        job.on_trainers(set_temperature, temperature=1.0)
 
 
 def test_a_sync_moves_exactly_the_bytes_that_a_rank_needs_and_lacks(job: Job) -> None:
     again = job.rollout.sync(2)
+    if job.case.mode == "gather":
+        assert all(stats.bytes_moved > stats.bytes_floor for stats in again)
+        return
     for first, second in zip(job.traffic, again, strict=True):
         assert first.bytes_moved == first.bytes_floor == second.bytes_moved
     assert sum(stats.bytes_moved for stats in again) > 0
 
 
 def test_a_sync_writes_the_parameters_in_place(job: Job) -> None:
-    before = job.pool.each(addresses)
+    before = job.on_engines(addresses)
     update(job)
     job.rollout.sync(3)
-    assert job.pool.each(addresses) == before
+    assert job.on_engines(addresses) == before
 
 
 def test_engine_equals_its_own_load_of_the_exported_checkpoint(
@@ -210,27 +272,28 @@ def test_engine_equals_its_own_load_of_the_exported_checkpoint(
     update(job)
     job.actor.save(tmp_path / "actor")
     folder = tmp_path / "actor" / "huggingface"
-    stale = job.pool.each(compare_engine_with, folder=folder)
+    stale = job.on_engines(compare_engine_with, folder=folder)
     assert all("differ" in reason for reason in stale), "the comparison must see an old policy"
     job.rollout.sync(4)
-    assert job.pool.each(compare_engine_with, folder=folder) == [""] * job.pool.world_size
-    job.pool.each(spoil_engine, rank=1)
-    seen = job.pool.each(compare_engine_with, folder=folder)
-    assert [bool(reason) for reason in seen] == [r == 1 for r in range(job.pool.world_size)]
+    assert job.on_engines(compare_engine_with, folder=folder) == [""] * len(job.case.engine_ranks)
+    spoiled = job.case.engine_ranks[1]
+    job.on_engines(spoil_engine, rank=spoiled)
+    seen = job.on_engines(compare_engine_with, folder=folder)
+    assert [bool(reason) for reason in seen] == [r == spoiled for r in job.case.engine_ranks]
     job.rollout.sync(4)
-    assert job.pool.each(compare_engine_with, folder=folder) == [""] * job.pool.world_size
+    assert job.on_engines(compare_engine_with, folder=folder) == [""] * len(job.case.engine_ranks)
 
 
 def test_no_prefix_of_the_old_policy_survives_a_sync(vllm_job: Job) -> None:
     job = vllm_job
     longest = max(prompts_of(), key=lambda prompt: len(prompt.token_ids))
     ids = longest.token_ids
-    job.pool.each(greedy_log_probs, token_ids=ids)
-    cached, stale = job.pool.each(greedy_log_probs, token_ids=ids)[0]
+    job.on_engines(greedy_log_probs, token_ids=ids)
+    cached, stale = job.on_engines(greedy_log_probs, token_ids=ids)[0]
     assert cached > 0, "the cache must be at work, or this test holds nothing"
     update(job)
     job.rollout.sync(5)
-    cached, fresh = job.pool.each(greedy_log_probs, token_ids=ids)[0]
+    cached, fresh = job.on_engines(greedy_log_probs, token_ids=ids)[0]
     assert cached == 0
     assert fresh != pytest.approx(stale, abs=1e-2)
     everywhere = [longest] * job.rollout.replicas

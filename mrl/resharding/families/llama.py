@@ -8,16 +8,9 @@ from mrl.resharding.families.table import Family
 LLAMA = Family(
     model_type="llama",
     embedding=decoder.EMBEDDING,
-    layer=(
-        decoder.INPUT_NORM,
-        decoder.QKV_WEIGHT,
-        decoder.ATTENTION_OUT,
-        decoder.MLP_NORM,
-        decoder.GATE_UP,
-        decoder.DOWN,
-    ),
+    attention=(decoder.INPUT_NORM, *decoder.ATTENTION),
+    mlp=(decoder.mlp_norm("post_attention_layernorm"), *decoder.MLP),
     final_norm=decoder.FINAL_NORM,
     lm_head=decoder.LM_HEAD,
-    qkv_bias=False,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
 )

@@ -8,17 +8,10 @@ from mrl.resharding.families.table import Family
 QWEN2 = Family(
     model_type="qwen2",
     embedding=decoder.EMBEDDING,
-    layer=(
-        decoder.INPUT_NORM,
-        decoder.QKV_WEIGHT,
-        decoder.QKV_BIAS,
-        decoder.ATTENTION_OUT,
-        decoder.MLP_NORM,
-        decoder.GATE_UP,
-        decoder.DOWN,
-    ),
+    attention=(decoder.INPUT_NORM, *decoder.ATTENTION),
+    mlp=(decoder.mlp_norm("post_attention_layernorm"), *decoder.MLP),
     final_norm=decoder.FINAL_NORM,
     lm_head=decoder.LM_HEAD,
-    qkv_bias=True,
+    features={"qkv_bias": True},
     fixed={"hidden_act": "silu", "use_sliding_window": False},
 )

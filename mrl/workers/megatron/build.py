@@ -5,30 +5,23 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_submodules,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from mrl.config.check_model import TRAINABLE_TYPES
 from mrl.config.schema import MegatronConfig
 from mrl.resharding.families import ModelShape
+from mrl.resharding.vocab import padded_vocab
 from mrl.workers.megatron.attention import PackedAttention, Rotary
 from mrl.workers.megatron.groups import ParallelGroups
 from mrl.workers.megatron.heads import ValueHead
-
-# Rows of each vocabulary shard come in sixteens: what the tensor cores like, and no more.
-_VOCAB_SHARD_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +86,42 @@ class SequenceParallelRMSNorm(nn.Module):
         return self.weight * (x.float() * scale).to(x.dtype)
 
 
-def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Round the vocabulary up so that every shard has the same rows."""
-    multiple = _VOCAB_SHARD_MULTIPLE * tp
-    return -(-vocab_size // multiple) * multiple
+def _chunks(layout: MegatronConfig) -> int:
+    return layout.virtual_pipeline_model_parallel_size or 1
+
+
+def _moe_config(shape: ModelShape, layout: MegatronConfig, uses_te: bool) -> dict[str, Any]:
+    """Say how experts are laid out and chosen."""
+    # Megatron's default dispatcher refuses variable lengths, with experts or without
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    if shape.moe is None:
+        return dispatcher
+    return {
+        **dispatcher,
+        "num_moe_experts": shape.moe.num_experts,
+        "moe_ffn_hidden_size": shape.moe.ffn_size,
+        "moe_layer_freq": [int(shape.has_experts(i)) for i in range(shape.num_layers)],
+        "moe_router_topk": shape.moe.top_k,
+        # the chosen weights sum to 1 exactly where the softmax comes after the choice
+        "moe_router_pre_softmax": not shape.moe.norm_top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": uses_te,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+    }
 
 
 def transformer_config(
     shape: ModelShape, layout: MegatronConfig, precision: Precision
 ) -> TransformerConfig:
-    """Translate a shape and a layout into Megatron's config; dropout is off, as in the source."""
+    """Translate a shape and a layout into Megatron's config; dropout is off, as in the source.
+
+    Raises ValueError for a family that only has a table of its weights.
+    """
+    if shape.model_type not in TRAINABLE_TYPES:
+        known = ", ".join(TRAINABLE_TYPES)
+        raise ValueError(f"model_type {shape.model_type!r} cannot be computed yet, only {known}")
     on_gpu = precision.device.type == "cuda"
     uses_te = precision.transformer_impl == "transformer_engine"
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
@@ -117,6 +136,7 @@ def transformer_config(
         layernorm_epsilon=shape.rms_norm_eps,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         attention_dropout=0.0,
@@ -124,8 +144,14 @@ def transformer_config(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         sequence_parallel=layout.sequence_parallel and tp > 1,
-        variable_seq_lengths=pp > 1,  # packed rows differ in length
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, MoE or not
+        # Packed rows differ in length. Interleaved stages exchange activations and gradients at
+        # once; between two stages Megatron 0.19 then swaps the shapes of the two, and batched
+        # messages too, so rows have one length there and messages go one by one.
+        variable_seq_lengths=pp > 1 and _chunks(layout) == 1,
+        overlap_p2p_comm=_chunks(layout) > 1,
+        batch_p2p_comm=_chunks(layout) == 1,
+        virtual_pipeline_model_parallel_size=_chunks(layout) if _chunks(layout) > 1 else None,
+        **_moe_config(shape, layout, uses_te),
         params_dtype=precision.dtype,
         pipeline_dtype=precision.dtype,
         bf16=precision.dtype == torch.bfloat16,
@@ -142,20 +168,26 @@ def transformer_config(
     )
 
 
-def _layers(config: TransformerConfig, impl: str) -> ModuleSpec | TransformerBlockSubmodules:
-    if impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_submodules(normalization="RMSNorm")
-    layer.input_layernorm = SequenceParallelRMSNorm
-    layer.pre_mlp_layernorm = SequenceParallelRMSNorm
-    layer.self_attention.submodules.core_attention = PackedAttention
-    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=SequenceParallelRMSNorm
+def _layers(config: TransformerConfig, impl: str, chunk: int) -> TransformerBlockSubmodules:
+    """Give the layers of one model chunk of this rank's stage."""
+    uses_te = impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=uses_te, normalization="RMSNorm", vp_stage=chunk
     )
+    if uses_te:
+        return block
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    block.layer_norm = SequenceParallelRMSNorm
+    return block
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape,
     layout: MegatronConfig,
     precision: Precision,
@@ -163,35 +195,39 @@ def build_model(
     rotary: Rotary,
     head: str,
     initializer_range: float,
-) -> GPTModel:
+) -> list[GPTModel]:
     """Build this rank's part of a model with an `lm` or a `value` head, weights not yet loaded.
 
-    A value head is drawn with std `initializer_range`.
-
-    Call inside `groups.active()`.
+    Gives one model a chunk: several with interleaved pipeline stages, else one. A value head is
+    drawn with std `initializer_range`. Call inside `groups.active()`.
     """
     config = transformer_config(shape, layout, precision)
     uses_te = precision.transformer_impl == "transformer_engine"
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_layers(config, precision.transformer_impl),
-        vocab_size=padded_vocab(shape.vocab_size, groups.tp),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
-        # our attention rotates by position itself; Transformer Engine's takes Megatron's tables
-        position_embedding_type="rope" if uses_te else "none",
-    )
-    if uses_te:
-        model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(precision.device)
-    if head == "value" and groups.is_last_stage:
-        model.output_layer = ValueHead(
-            shape.hidden_size,
-            config.sequence_parallel,
-            precision.device,
-            initializer_range,
-            groups.seed,
+    chunks = []
+    for chunk in range(_chunks(layout)):
+        has_head = groups.is_last_stage and chunk == _chunks(layout) - 1
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_layers(config, precision.transformer_impl, chunk),
+            vocab_size=padded_vocab(shape.vocab_size, groups.tp),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=has_head,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
+            # our attention rotates by position; Transformer Engine's takes Megatron's tables
+            position_embedding_type="rope" if uses_te else "none",
+            vp_stage=chunk if _chunks(layout) > 1 else None,
         )
-    return model.to(precision.device)
+        if uses_te:
+            model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(precision.device)
+        if head == "value" and has_head:
+            model.output_layer = ValueHead(
+                shape.hidden_size,
+                config.sequence_parallel,
+                precision.device,
+                initializer_range,
+                groups.seed,
+            )
+        chunks.append(model.to(precision.device))
+    return chunks

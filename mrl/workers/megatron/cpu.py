@@ -25,10 +25,14 @@ class _NoStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, *args: Any) -> None:
         """Do nothing: the CPU is in order."""
 
-    wait_event = record_event = record = synchronize = wait = wait_stream
+    def record_event(self, event: Any = None) -> _NoStream:
+        """Give an event that has happened."""
+        return event or _NoStream()
+
+    wait_event = record = synchronize = wait = wait_stream
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -40,6 +44,48 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return build
+
+
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **kwargs: Any,
+) -> Any:
+    # The token dispatcher of experts gives its split sizes as tensors; gloo wants lists.
+    return _ALL_TO_ALL(
+        output, input, _listed(output_split_sizes), _listed(input_split_sizes), **kwargs
+    )
+
+
+def _all_gather(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any
+) -> Any:
+    # Expert tensor parallelism gathers rows of unequal number, which gloo refuses.
+    most = max(len(output) for output in outputs)
+    if all(len(output) == most for output in outputs):
+        return _ALL_GATHER(outputs, tensor, group=group, **kwargs)
+    padded = [output.new_empty(most, *output.shape[1:]) for output in outputs]
+    own = tensor.new_zeros(most, *tensor.shape[1:])
+    own[: len(tensor)] = tensor
+    _ALL_GATHER(padded, own, group=group, **kwargs)
+    for output, rows in zip(outputs, padded, strict=True):
+        output.copy_(rows[: len(output)])
+    return None
+
+
+def _reduce_scatter(
+    output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None, **kwargs: Any
+) -> Any:
+    # As above, backwards.
+    total = torch.cat(inputs)
+    torch.distributed.all_reduce(total, group=group)
+    output.copy_(total.split([len(part) for part in inputs])[group.rank()])
+
+
+def _listed(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
 
 
 def _cuda_type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +115,8 @@ def _set_megatron_rng_state(
 
 
 _TENSOR_TYPE = torch.Tensor.type
+_ALL_TO_ALL = torch.distributed.all_to_all_single
+_ALL_GATHER = torch.distributed.all_gather
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
@@ -81,6 +129,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
     patches += [
         (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
         (torch.Tensor, "type", _cuda_type_name),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.distributed, "all_to_all_single", _all_to_all_single),
+        (torch.distributed, "all_gather", _all_gather),
+        (torch.distributed, "reduce_scatter", _reduce_scatter),
         (cuda, "current_device", lambda: CPU),
         (cuda, "synchronize", lambda device=None: None),
         (cuda, "current_stream", lambda device=None: _NoStream()),

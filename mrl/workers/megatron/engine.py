@@ -18,7 +18,7 @@ from mrl.batching.packing import cut
 from mrl.resharding.families import ModelShape
 from mrl.types import Batching, PolicyBatch, Ragged, Sequences, ValueBatch
 from mrl.workers.megatron.attention import PackedRow, Rotary, pack
-from mrl.workers.megatron.build import Precision, build_model
+from mrl.workers.megatron.build import Precision, build_chunks
 from mrl.workers.megatron.groups import ParallelGroups
 from mrl.workers.megatron.heads import select_hidden, vocab_parallel_log_probs
 from mrl.workers.megatron.optimizer import Trainer, Update
@@ -46,7 +46,7 @@ class MegatronEngine:
         self.shape = ModelShape.from_hf(config.to_dict())
         self.rotary = Rotary.of(config)
         with groups.active():
-            self.module = build_model(
+            self.chunks = build_chunks(
                 self.shape,
                 spec.layout,
                 self.precision,
@@ -55,14 +55,17 @@ class MegatronEngine:
                 spec.head,
                 config.initializer_range,
             )
-            self.weights = Weights(self.module, self.shape, self.precision, groups, spec.head)
+            self.weights = Weights(self.chunks, self.shape, self.precision, groups, spec.head)
             self.weights.load(Path(spec.path))
             self.trainer: Trainer | None = None
             if spec.optim is not None:
-                self.trainer = Trainer(self.module, spec.layout, spec.optim, spec.total_steps)
+                self.trainer = Trainer(self.chunks, spec.layout, spec.optim, spec.total_steps)
             else:
-                self.module.requires_grad_(False)
-        self.module.eval()  # no layer drops out; nothing else depends on the mode
+                for chunk in self.chunks:
+                    chunk.requires_grad_(False)
+        self.config = self.chunks[0].config
+        for chunk in self.chunks:
+            chunk.eval()  # no layer drops out; nothing else depends on the mode
 
     @property
     def is_output_rank(self) -> bool:
@@ -100,10 +103,12 @@ class MegatronEngine:
         assert trainer is not None, f"{self.spec.name} is frozen"
         micro_batches = cut(batch.sequences.tokens.lengths.tolist(), batching)
         parts = [batch.select(indices) for indices in micro_batches]
-        rows = [(self._pack(part.sequences), part) for part in parts]
+        parts += [batch.select([])] * self._missing(len(parts))
+        packed = self._pack([part.sequences for part in parts])
+        rows = list(zip(packed, parts, strict=True))
         with self.groups.active():
             trainer.zero_grad()
-            reports = self._run(rows, trainer.model, loss, forward_only=False)
+            reports = self._run(rows, trainer.chunks, loss, forward_only=False)
             update = trainer.step()
         sums: dict[str, float] = {}
         if self.is_output_rank:
@@ -131,21 +136,34 @@ class MegatronEngine:
             self.weights.load(folder / _WEIGHTS_FOLDER)
             self.trainer.load(folder / _OPTIMIZER_FILE.format(rank=dist.get_rank()))
 
-    def _pack(self, sequences: Sequences) -> PackedRow:
-        multiple = self.groups.tp if self.module.config.sequence_parallel else 1
-        row = pack(sequences, multiple, pad_token=0, device=self.precision.device)
+    def _pack(self, micro_batches: Sequence[Sequences]) -> list[PackedRow]:
+        multiple = self.groups.tp if self.config.sequence_parallel else 1
+        if len(self.chunks) > 1:  # one length for all
+            longest = max(int(rows.tokens.lengths.sum()) for rows in micro_batches)
+            multiple *= max(1, -(-longest // multiple))
+        rows = [
+            pack(sequences, multiple, pad_token=0, device=self.precision.device)
+            for sequences in micro_batches
+        ]
         if self.precision.transformer_impl == "local":
-            self.rotary.fill(row)
-        return row
+            for row in rows:
+                self.rotary.fill(row)
+        return rows
+
+    def _missing(self, count: int) -> int:
+        """Count the empty micro-batches that fill the last round of an interleaved pipeline."""
+        return -count % self.groups.pp if len(self.chunks) > 1 else 0
 
     @torch.no_grad()
     def _forward(
         self, sequences: Sequences, batching: Batching
     ) -> tuple[list[int], list[tuple[Ragged, ...]]] | None:
         micro_batches = cut(sequences.tokens.lengths.tolist(), batching)
-        rows = [(self._pack(sequences.select(indices)), None) for indices in micro_batches]
+        idle = [[]] * self._missing(len(micro_batches))
+        packed = self._pack([sequences.select(rows) for rows in [*micro_batches, *idle]])
+        rows = [(row, None) for row in packed]
         with self.groups.active():
-            outputs = self._run(rows, self.module, None, forward_only=True)
+            outputs = self._run(rows, self.chunks, None, forward_only=True)
         if not self.is_output_rank:
             return None
         return [i for indices in micro_batches for i in indices], outputs
@@ -153,7 +171,7 @@ class MegatronEngine:
     def _run(
         self,
         rows: Sequence[tuple[PackedRow, Any]],
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         loss: Loss | None,
         forward_only: bool,
     ) -> list[Any]:
@@ -161,10 +179,11 @@ class MegatronEngine:
         run = get_forward_backward_func()
         return run(
             forward_step_func=partial(self._forward_step, loss),
-            data_iterator=iter(rows),
-            model=[model],
+            data_iterator=[iter(rows) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(rows),
-            seq_length=1,  # unused: stages exchange shapes, rows differ in length
+            # without interleaving stages exchange shapes instead: rows differ in length
+            seq_length=rows[0][0].tokens.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -184,9 +203,8 @@ class MegatronEngine:
 
         def collect(output: Any, non_loss_data: bool = False) -> Any:
             if loss is None:
-                columns = output if isinstance(output, tuple) else (output,)
-                return tuple(Ragged(c.float().cpu(), row.lengths) for c in columns)
-            value, sums = loss(output, batch)
+                return tuple(Ragged(c.float().cpu(), row.lengths) for c in output.unbind())
+            value, sums = loss(output.unbind() if len(output) > 1 else output[0], batch)
             tokens = torch.zeros([], dtype=torch.int, device=value.device)
             return value, tokens, {name: total.detach() for name, total in sums.items()}
 
@@ -199,11 +217,12 @@ class MegatronEngine:
         output_weight: Tensor | None,
         packed_seq_params: PackedRow,
         **_: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
+        """Give log-probs and entropies as one tensor [2, M]: schedules know no tuples."""
         group = self.groups.collection.tp
         weight = output_weight if output_weight is not None else output_layer.weight
         hidden = select_hidden(
-            hidden_states, packed_seq_params.predictors, self.module.config.sequence_parallel, group
+            hidden_states, packed_seq_params.predictors, self.config.sequence_parallel, group
         )
 
         def log_probs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,27 +234,26 @@ class MegatronEngine:
         targets = packed_seq_params.targets
         assert targets is not None
         if hidden.shape[0] <= _HEAD_CHUNK:
-            return log_probs(hidden, targets)
+            return torch.stack(log_probs(hidden, targets))
         # Logits of a long row would outweigh the model: a chunk's live once forward, and are
         # computed again backward.
         chunks = [
             checkpoint(log_probs, *chunk, use_reentrant=False)
             for chunk in zip(hidden.split(_HEAD_CHUNK), targets.split(_HEAD_CHUNK), strict=True)
         ]
-        columns = zip(*chunks, strict=True)
-        found, entropies = (torch.cat(column) for column in columns)
-        return found, entropies
+        return torch.stack([torch.cat(column) for column in zip(*chunks, strict=True)])
 
     def _value_head(
         self, hidden_states: Tensor, output_layer: Any, packed_seq_params: PackedRow, **_: Any
     ) -> Tensor:
-        # The value of a state is read where its action is predicted.
-        return output_layer.values(
+        """Give values as [1, M]: that of a state is read where its action is predicted."""
+        values: Tensor = output_layer.values(
             hidden_states,
             packed_seq_params.predictors,
-            self.module.config.sequence_parallel,
+            self.config.sequence_parallel,
             self.groups.collection.tp,
         )
+        return values[None]
 
 
 def _restore(order: list[int], columns: list[tuple[Ragged, ...]], which: int) -> Ragged:

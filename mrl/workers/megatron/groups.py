@@ -49,6 +49,13 @@ class ParallelGroups:
         world = dist.get_world_size()
         if world % (tp * pp * cp):
             raise ValueError(f"{world} ranks cannot be cut into tp {tp} x pp {pp} x cp {cp}")
+        self.ep = layout.expert_model_parallel_size
+        self.etp = layout.expert_tensor_parallel_size or tp
+        if world % (self.etp * self.ep * pp):
+            raise ValueError(
+                f"{world} ranks cannot be cut into expert tp {self.etp} x ep {self.ep} x pp {pp}"
+            )
+        self.vpp = layout.virtual_pipeline_model_parallel_size or 1
         with cuda_on_cpu():
             before = _snapshot()
             _restore(_EMPTY)
@@ -56,6 +63,9 @@ class ParallelGroups:
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
                 context_parallel_size=cp,
+                virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
+                expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=self.etp,
                 distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
                 # the optimizer asks for the gloo groups by name
                 create_gloo_process_groups=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,33 @@ def finalize_gradients(
 
 
 class Trainer:
-    """One model chunk with its gradient buffers, optimizer and schedule."""
+    """The model chunks of a rank with their gradient buffers, optimizer and schedule."""
 
     def __init__(
-        self, model: GPTModel, layout: MegatronConfig, optim: OptimConfig, total_steps: int
+        self,
+        chunks: Sequence[GPTModel],
+        layout: MegatronConfig,
+        optim: OptimConfig,
+        total_steps: int,
     ) -> None:
         """Wrap the model for training over `total_steps` optimizer steps.
 
         Call inside `groups.active()`, after the weights are loaded.
         """
-        config = model.config
+        config = chunks[0].config
         config.finalize_model_grads_func = finalize_gradients
-        self.model = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=layout.use_distributed_optimizer,
-                overlap_grad_reduce=False,
-            ),
-            model,
-        )
+        self.chunks = [
+            DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=layout.use_distributed_optimizer,
+                    overlap_grad_reduce=False,
+                ),
+                chunk,
+            )
+            for chunk in chunks
+        ]
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -84,14 +91,15 @@ class Trainer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=layout.use_distributed_optimizer,
             ),
-            [self.model],
+            self.chunks,
             use_gloo_process_groups=False,
         )
         self.schedule = _schedule(self.optimizer, optim, total_steps)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self) -> Update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import MegatronLayout
 from mrl.resharding.planner import plan
 from mrl.resharding.transports import Distributed
-from mrl.workers.megatron.build import Precision, padded_vocab
+from mrl.resharding.vocab import padded_vocab
+from mrl.workers.megatron.build import Precision
 from mrl.workers.megatron.groups import ParallelGroups
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -30,14 +31,14 @@ class Weights:
 
     def __init__(
         self,
-        module: GPTModel,
+        chunks: Sequence[GPTModel],
         shape: ModelShape,
         precision: Precision,
         groups: ParallelGroups,
         head: str,
     ) -> None:
         """Describe the weights of a built model; every rank of the job takes part."""
-        self.module, self.shape, self.head = module, shape, head
+        self.chunks, self.shape, self.head = chunks, shape, head
         self.rank = dist.get_rank()
         self.layout: Layout = MegatronLayout(
             shape,
@@ -45,19 +46,35 @@ class Weights:
             pp=groups.pp,
             dp=groups.dp,
             cp=groups.cp,
+            vpp=groups.vpp,
+            ep=groups.ep,
+            etp=groups.etp,
             padded_vocab=padded_vocab(shape.vocab_size, groups.tp),
             transformer_impl=precision.transformer_impl,
-            layers_of_stage=_layers_of_stage(module, groups),
+            grouped_experts=chunks[0].config.moe_grouped_gemm,
+            layers_of_chunk=_layers_of_chunk(chunks, groups),
             has_lm_head=head == "lm",
             dtype=str(precision.dtype).removeprefix("torch."),
         ).layout()
 
     def params(self) -> Mapping[str, Tensor]:
         """Give this rank's parameters that a checkpoint knows, by Megatron's names."""
-        params = dict(self.module.named_parameters())
+        params = self._all()
         if self.head == "value":
-            params.pop(_HEAD_PARAM, None)
+            params.pop(self._head_param, None)
         return params
+
+    @property
+    def _head_param(self) -> str:
+        return _prefix(len(self.chunks) - 1, len(self.chunks)) + _HEAD_PARAM
+
+    def _all(self) -> dict[str, Tensor]:
+        count = len(self.chunks)
+        return {
+            _prefix(index, count) + name: param
+            for index, chunk in enumerate(self.chunks)
+            for name, param in chunk.named_parameters()
+        }
 
     def load(self, folder: Path) -> None:
         """Fill the parameters from a Hugging Face folder, reading only this rank's slices.
@@ -93,12 +110,19 @@ class Weights:
     def _value_head(self) -> Tensor | None:
         if self.head != "value":
             return None
-        return dict(self.module.named_parameters()).get(_HEAD_PARAM)
+        return self._all().get(self._head_param)
 
 
-def _layers_of_stage(module: GPTModel, groups: ParallelGroups) -> tuple[tuple[int, ...], ...]:
-    """Read the global layer numbers of every stage from the live modules."""
-    own = tuple(layer.layer_number - 1 for layer in module.decoder.layers)
-    stages: list[tuple[int, ...]] = [()] * groups.pp
+def _prefix(chunk: int, count: int) -> str:
+    """Tell the chunks of an interleaved stage apart, as Megatron's checkpoints do."""
+    return f"model{chunk}." if count > 1 else ""
+
+
+def _layers_of_chunk(
+    chunks: Sequence[GPTModel], groups: ParallelGroups
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Read the global layer indices of every stage's chunks from the live modules."""
+    own = tuple(tuple(layer.layer_number - 1 for layer in chunk.decoder.layers) for chunk in chunks)
+    stages: list[tuple[tuple[int, ...], ...]] = [()] * groups.pp
     dist.all_gather_object(stages, own, group=groups.collection.pp)
     return tuple(stages)

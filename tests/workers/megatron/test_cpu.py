@@ -24,6 +24,7 @@ def owners() -> dict[str, Any]:
         "cuda": torch.cuda,
         "random": torch.cuda.random,
         "megatron": megatron_random,
+        "distributed": torch.distributed,
     }
 
 
@@ -97,3 +98,29 @@ def test_pickled_tensors_do_not_name_megatron() -> None:
     importlib.import_module("mrl.workers.megatron.engine")
     assert "megatron.core" in sys.modules
     assert b"megatron" not in pickle.dumps(torch.ones(3))
+
+
+def exchange_unequal_rows() -> tuple[list[int], list[int], list[int]]:
+    """Exchange one row of rank 0 and two of rank 1; runs on a rank."""
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+    rank = group.rank()
+    with cuda_on_cpu():
+        own = torch.full((rank + 1, 1), rank + 1)
+        parts = [torch.empty(1, 1, dtype=own.dtype), torch.empty(2, 1, dtype=own.dtype)]
+        dist.all_gather(parts, own, group=group)
+        everything = torch.cat(parts)
+        summed = torch.empty_like(own)
+        dist.reduce_scatter(summed, parts, group=group)
+        moved = torch.empty(2, 1, dtype=own.dtype)
+        sizes = (torch.tensor([1, 1]), torch.tensor([1, 1]))
+        dist.all_to_all_single(moved, everything[:2].contiguous(), *sizes, group=group)
+    return everything[:, 0].tolist(), summed[:, 0].tolist(), moved[:, 0].tolist()
+
+
+def test_gloo_exchanges_what_experts_ask_of_nccl(ranks: Ranks) -> None:
+    assert ranks.run(2, exchange_unequal_rows) == [
+        ([1, 2, 2], [2], [1, 1]),
+        ([1, 2, 2], [4, 4], [2, 2]),
+    ]

@@ -114,7 +114,7 @@ def norm_of_one_gradient(host: WorkerHost, name: str, parameter: str, value: flo
     engine = host._roles[name].engine
     with engine.groups.active():
         engine.trainer.zero_grad()
-        for found, param in engine.module.named_parameters():
+        for found, param in engine.chunks[0].named_parameters():
             if found == parameter:
                 param.main_grad.zero_()
                 param.main_grad.view(-1)[0] = value
@@ -146,7 +146,7 @@ def tied_norm(host: WorkerHost) -> float:
     engine = host._roles["actor"].engine
     with engine.groups.active():
         engine.trainer.zero_grad()
-        for name, param in engine.module.named_parameters():
+        for name, param in engine.chunks[0].named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 param.main_grad.view(-1)[0] = 3.0
         return engine.trainer.step().grad_norm

@@ -43,6 +43,19 @@ CASES = {
     "tp2-pp2": (4, layout(tp=2, pp=2), TWO_ROWS),
     "tp2-dp2": (4, layout(tp=2), ALL_ROWS),
     "pp2-dp2-by-tokens": (4, layout(pp=2), Batching(max_tokens=24)),
+    "pp2-vpp2": (2, layout(pp=2, virtual_pipeline_model_parallel_size=2), TWO_ROWS),
+    "pp2-vpp2-by-tokens": (
+        2,
+        layout(pp=2, virtual_pipeline_model_parallel_size=2),
+        Batching(max_tokens=24),
+    ),
+    "ep2": (2, layout(expert_model_parallel_size=2), TWO_ROWS),
+    "ep2-etp2": (4, layout(tp=2, expert_model_parallel_size=2), ALL_ROWS),
+    "ep2-in-tp2": (
+        2,
+        layout(tp=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        FOUR_ROWS,
+    ),
     "row-by-row": (1, layout(), Batching(micro_batch_size=1)),
     "four-rows": (1, layout(), FOUR_ROWS),
     "uneven-rows": (1, layout(), Batching(micro_batch_size=3)),
@@ -50,7 +63,12 @@ CASES = {
     "by-tokens": (1, layout(), Batching(max_tokens=24)),
 }
 UNTIED_CASES = ("tp2", "tp4-above-kv-heads", "pp2", "dp2", "tp2-pp2")
-PAIRS = [("qwen2", case) for case in CASES] + [("llama", case) for case in UNTIED_CASES]
+EXPERT_CASES = ("ep2", "ep2-etp2", "ep2-in-tp2")
+PAIRS = [
+    *(("qwen2", case) for case in CASES if case not in EXPERT_CASES),
+    *(("llama", case) for case in UNTIED_CASES),
+    *(("qwen3_moe", case) for case in (*EXPERT_CASES, "tp2", "pp2-vpp2")),
+]
 
 
 @pytest.mark.parametrize(("model", "case"), PAIRS)
@@ -72,7 +90,7 @@ def test_every_layout_and_cut_computes_what_one_rank_computes(
 
 
 def is_cut_along_the_sequence(host: WorkerHost) -> bool:
-    return host._roles["actor"].engine.module.config.sequence_parallel
+    return host._roles["actor"].engine.chunks[0].config.sequence_parallel
 
 
 @pytest.mark.parametrize(

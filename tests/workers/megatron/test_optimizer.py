@@ -167,7 +167,7 @@ def test_learning_rates(changes: dict[str, Any], wanted: list[float]) -> None:
 
 
 def state_of(engine: Any) -> list[Tensor]:
-    tensors = [param.detach().clone() for param in engine.module.parameters()]
+    tensors = [param.detach().clone() for param in engine.chunks[0].parameters()]
     for inner in engine.trainer._inner():
         for state in inner.state.values():
             tensors += [torch.as_tensor(value).clone() for value in state.values()]

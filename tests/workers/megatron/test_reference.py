@@ -50,11 +50,11 @@ def export_gradients(host: WorkerHost, name: str, folder: Path) -> Tensor | None
 
     engine = host._roles[name].engine
     weights, source = engine.weights, Path(engine.spec.path)
-    gradients = {name: engine.module.get_parameter(name).main_grad for name in weights.params()}
+    gradients = {name: engine.chunks[0].get_parameter(name).main_grad for name in weights.params()}
     HFWriter(
         folder, source, weights.layout, host.rank, gradients, Distributed(), dtype="float32"
     ).write()
-    head = dict(engine.module.named_parameters()).get("output_layer.weight")
+    head = dict(engine.chunks[0].named_parameters()).get("output_layer.weight")
     return head.main_grad if engine.spec.head == "value" and head is not None else None
 
 
@@ -180,7 +180,7 @@ def test_padded_vocabulary_takes_no_probability(tp: int, ranks: Ranks, tmp_path:
 def padded_rows(host: WorkerHost, name: str) -> tuple[Tensor, Tensor]:
     """Give a rank's rows of the head past the vocabulary, and their gradients."""
     engine = host._roles[name].engine
-    weight = engine.module.output_layer.weight
+    weight = engine.chunks[0].output_layer.weight
     real = min(max(5 - engine.groups.tp_rank * len(weight), 0), len(weight))
     return weight[real:].detach(), weight.main_grad[real:]
 
@@ -206,8 +206,8 @@ def dropouts(host: WorkerHost) -> set[float]:
     from torch.nn import Dropout
 
     engine = host._roles["actor"].engine
-    config = engine.module.config
-    layers = {m.p for m in engine.module.modules() if isinstance(m, Dropout)}
+    config = engine.chunks[0].config
+    layers = {m.p for m in engine.chunks[0].modules() if isinstance(m, Dropout)}
     return {config.attention_dropout, config.hidden_dropout} | layers
 
 

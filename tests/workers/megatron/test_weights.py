@@ -28,7 +28,7 @@ def export(host: WorkerHost, name: str, folder: Path) -> None:
 
 def wipe(host: WorkerHost, name: str) -> None:
     with torch.no_grad():
-        for param in host._roles[name].engine.module.parameters():
+        for param in host._roles[name].engine.chunks[0].parameters():
             param.fill_(7.0)
 
 
@@ -117,7 +117,7 @@ def tied_copies(host: WorkerHost) -> torch.Tensor:
     """Give a stage's copy of the embedding."""
     engine = host._roles["actor"].engine
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
-    params = dict(engine.module.named_parameters())
+    params = dict(engine.chunks[0].named_parameters())
     return next(params[name] for name in names if name in params).detach().clone()
 
 
