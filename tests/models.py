@@ -25,8 +25,9 @@ def write_model(folder: Path, kind: str, **changes: Any) -> Path:
     """Save a random model of four layers, its tokenizer and a value head; give the folder.
 
     `kind` is qwen2 (tied embeddings, biases on q, k, v), llama (untied, no biases) or qwen3_moe
-    (untied, norms on q and k, four experts in all layers but the first). Weights are spread widely, norms and biases too, so that log-probs are far from uniform and no parameter
-    is without effect.
+    (untied, norms on q and k, four experts in all layers but the first). Weights are spread
+    widely, norms and biases too, so that log-probs are far from uniform and no parameter is
+    without effect.
     """
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer

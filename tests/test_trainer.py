@@ -252,6 +252,25 @@ def test_a_shorter_run_is_the_start_of_a_longer_one(
     assert steps_of(tmp_path / "run") == {step: whole[step] for step in (0, 1, 2)}
 
 
+def test_trainer_and_engine_apart_do_what_they_do_together(
+    fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    apart = (
+        "placement.mode=disaggregated",
+        "placement.rollout_gpus=2",
+        "trainer.n_gpus_per_node=4",
+    )
+    fit(inputs.config, *overrides(run, *apart), max_steps=2)
+    for step in (1, 2):
+        assert rollouts_of(run, step) == rollouts_of(spawned_run, step)
+        for role in ("actor", "critic"):
+            assert_equal_weights(weights(run, step, role), weights(spawned_run, step, role))
+    moved = [row["reshard/bytes_moved"] for row in read_metrics(run / "metrics.jsonl")[1:]]
+    model = sum(tensor.nbytes for tensor in weights(run, 2).values())
+    assert moved == [2 * model] * 2  # both engines lack everything
+
+
 def test_unscored_samples_have_no_part_in_any_update(
     fit: Fit, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.errors import ConfigError, Violation
-from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks, trainer_ranks
+from mrl.config.roles import (
+    RoleSettings,
+    enabled_roles,
+    is_split_unevenly,
+    rollout_ranks,
+    split_layers,
+    trainer_ranks,
+)
 from mrl.config.schema import Config
 
 # config.json keys of the number of experts, the first that is there; none: a dense model
@@ -147,6 +154,13 @@ def _check_layout(
 def _check_layers(world: int, role: RoleSettings, shape: ModelShape) -> Iterator[Violation]:
     m = role.megatron
     pp, vpp = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+    if is_split_unevenly(m):
+        try:
+            split_layers(m, shape.layers)
+        except ValueError as error:
+            key = f"{role.keys['megatron']}.pipeline_model_parallel_size"
+            yield Violation(key, pp, f"{shape.layers} layers of {shape.path}: {error}")
+        return
     if shape.layers % (pp * vpp) == 0:
         return
     others = role.ranks_a_replica // pp
@@ -159,8 +173,8 @@ def _check_layers(world: int, role: RoleSettings, shape: ModelShape) -> Iterator
     yield Violation(
         f"{role.keys['megatron']}.pipeline_model_parallel_size",
         pp,
-        f"the {shape.layers} layers of {shape.path} do not divide over {stages}; uneven splits "
-        "are not supported",
+        f"the {shape.layers} layers of {shape.path} do not divide over {stages}; an uneven split "
+        "needs num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage",
         ", ".join(legal) or "none with this virtual_pipeline_model_parallel_size",
     )
 

@@ -162,6 +162,9 @@ for _role in ("actor", "critic", "ref"):
             "expert_tensor",
         )
     }
+    SIZES |= {
+        f"{_role}.megatron.num_layers_in_{_kind}_pipeline_stage" for _kind in ("first", "last")
+    }
     CHOICES[f"{_role}.megatron.transformer_impl"] = ("auto", "local", "transformer_engine")
     CHOICES[f"{_role}.megatron.dtype"] = ("auto", "float32", "bfloat16")
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mrl.config.schema import Config, MegatronConfig
+from mrl.config.stages import Chunks, layers_of_chunk
 
 ROLES = ("actor", "critic", "ref")
 
@@ -111,6 +112,29 @@ def rollout_ranks(config: Config) -> range:
     if count is None:
         count = world - (placement.trainer_gpus or 0)
     return range(world - count, world)
+
+
+def is_split_unevenly(layout: MegatronConfig) -> bool:
+    """Tell whether a pipeline's stages are asked to differ."""
+    return (
+        layout.num_layers_in_first_pipeline_stage is not None
+        or layout.num_layers_in_last_pipeline_stage is not None
+        or layout.account_for_embedding_in_pipeline_split
+        or layout.account_for_loss_in_pipeline_split
+    )
+
+
+def split_layers(layout: MegatronConfig, num_layers: int) -> Chunks:
+    """List the layers of each chunk of each stage; raises ValueError as `layers_of_chunk` does."""
+    return layers_of_chunk(
+        num_layers,
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size or 1,
+        layout.num_layers_in_first_pipeline_stage,
+        layout.num_layers_in_last_pipeline_stage,
+        layout.account_for_embedding_in_pipeline_split,
+        layout.account_for_loss_in_pipeline_split,
+    )
 
 
 def role_settings(config: Config, role: str) -> RoleSettings:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from mrl.resharding import stages
+from mrl.config import stages
 from mrl.resharding.cuts import CUTS, Shard
 from mrl.resharding.families import Entry, ModelShape
 from mrl.resharding.layout import Layout, Piece, TensorInfo

@@ -12,7 +12,7 @@ from typing import Any
 
 from mrl.config.errors import ConfigError, Violation
 from mrl.config.plan import build_plan
-from mrl.config.roles import rollout_ranks, trainer_ranks, world_size
+from mrl.config.roles import rollout_ranks, split_layers, trainer_ranks, world_size
 from mrl.config.schema import Config
 from mrl.resharding.estimate import Estimate, estimate
 from mrl.resharding.families import ModelShape
@@ -195,6 +195,7 @@ def source_layout(config: Config, shape: ModelShape) -> MegatronLayout:
         ep=actor.ep,
         etp=actor.etp if actor.ep > 1 else None,
         dp=actor.dp,
+        layers_of_chunk=split_layers(megatron, shape.num_layers),
         padded_vocab=padded_vocab(shape.vocab_size, actor.tp),
         transformer_impl=implementation,
         grouped_experts=implementation == "transformer_engine",

@@ -12,15 +12,39 @@ from mrl.resharding.families import ModelShape
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Count the FLOPs of one forward pass over sequences of these lengths."""
-    hidden, width = shape.hidden_size, shape.num_heads * shape.head_dim
-    kv_width = shape.num_kv_heads * shape.head_dim
-    attention_weights = hidden * (width + 2 * kv_width) + width * hidden
-    layer = attention_weights + 3 * hidden * shape.ffn_size
-    per_token = 2 * (shape.num_layers * layer + hidden * shape.vocab_size)
-    # Scores and their product with values: 2 * 2 FLOPs a pair and channel, half the pairs.
+    """Count the FLOPs of one forward pass over sequences of these lengths.
+
+    Of experts those that a token is sent to count, and the router.
+    """
+    weights = shape.num_layers * _attention_weights(shape)
+    weights += sum(_mlp_weights(shape, layer) for layer in range(shape.num_layers))
+    per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
+    # Scores and their product with values: 2 FLOPs each a pair and channel, half the pairs.
+    value_dim = shape.mla.v_head_dim if shape.mla else shape.head_dim
+    channels = 2 * shape.num_heads * (shape.head_dim + value_dim)
     pairs = sum(length**2 for length in lengths) / 2
-    return float(per_token * sum(lengths) + shape.num_layers * 4 * width * pairs)
+    return float(per_token * sum(lengths) + shape.num_layers * channels * pairs)
+
+
+def _attention_weights(shape: ModelShape) -> int:
+    hidden, width = shape.hidden_size, shape.num_heads * shape.head_dim
+    if shape.mla is None:
+        return hidden * (2 * width + 2 * shape.num_kv_heads * shape.head_dim)
+    mla, heads = shape.mla, shape.num_heads
+    query = hidden * width
+    if mla.q_lora_rank:
+        query = mla.q_lora_rank * (hidden + width)
+    latent = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    expanded = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + latent + expanded + heads * mla.v_head_dim * hidden
+
+
+def _mlp_weights(shape: ModelShape, layer: int) -> int:
+    if shape.moe is None or not shape.has_experts(layer):
+        return 3 * shape.hidden_size * shape.ffn_size
+    moe = shape.moe
+    width = moe.top_k * moe.ffn_size + moe.shared_ffn_size
+    return shape.hidden_size * (3 * width + moe.num_experts)
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -17,11 +17,15 @@ _GB = 1e9
 
 
 class Rates:
-    """Turns the timings of a step into rates, over every GPU of the job."""
+    """Turns the timings of a step into rates.
+
+    Throughput is over every GPU of the job, utilisation over those that train.
+    """
 
     def __init__(self, config: Config, plan: RunPlan, ranks: Sequence[RankInfo]) -> None:
         self.shape = ModelShape.from_folder(Path(config.model.path))
         self.epochs, self.ranks = config.actor.ppo_epochs, len(ranks)
+        self.trainer_ranks = plan.trainer_world
         self.peak = peak_flops(ranks[0].device_name)
 
     def __call__(
@@ -34,7 +38,7 @@ class Rates:
         responses = len(batch.mask.values)
         rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
         flops = self.epochs * training_flops(self.shape, batch.sequences.tokens.lengths.tolist())
-        share = mfu(flops, timings["timing_s/update_actor"], self.ranks, self.peak)
+        share = mfu(flops, timings["timing_s/update_actor"], self.trainer_ranks, self.peak)
         if share is not None and updated:
             rates["perf/mfu/actor"] = share
         return {**timings, **rates}

@@ -1,4 +1,4 @@
-"""The actor's weights on their way into the engine: a role of every rank, whatever else it holds."""
+"""The actor's weights on their way into the engine: a role of every rank."""
 
 from __future__ import annotations
 

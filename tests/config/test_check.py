@@ -385,3 +385,17 @@ def test_models_that_only_have_a_table_are_planned_but_not_trained(load, model):
     config = load(f"model.path={model(model_type='gemma2')}", text=ONE_RANK)
     with pytest.raises(ConfigError, match=r"gemma2.*not trained yet"):
         check_trainable(config)
+
+
+def test_uneven_stages_must_place_every_layer(refuse, load, model):
+    path = f"model.path={model(num_hidden_layers=7)}"
+    ranks = ("trainer.n_gpus_per_node=2", GRPO, "rollout.n=2", path)
+    pp = "actor.megatron.pipeline_model_parallel_size=2"
+    (found,) = refuse(*ranks, pp, text=ONE_RANK)
+    assert "num_layers_in_first_pipeline_stage" in found.rule
+    load(*ranks, pp, "actor.megatron.num_layers_in_first_pipeline_stage=3", text=ONE_RANK)
+    load(*ranks, pp, "actor.megatron.account_for_loss_in_pipeline_split=true", text=ONE_RANK)
+    (found,) = refuse(
+        *ranks, pp, "actor.megatron.num_layers_in_first_pipeline_stage=7", text=ONE_RANK
+    )
+    assert "7 layers" in found.rule

@@ -7,10 +7,10 @@ import re
 import pytest
 from megatron.core import parallel_state
 
+from mrl.config.stages import layers_of_chunk
 from mrl.resharding import MegatronLayout
 from mrl.resharding.coverage import padding_of
 from mrl.resharding.layout import volume
-from mrl.resharding.stages import layers_of_chunk
 from tests.resharding.families import tiny_model
 from tests.resharding.real_megatron import build_chunks, megatron_rank, parameters_of
 

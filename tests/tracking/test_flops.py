@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mrl.resharding.families import ModelShape
 from mrl.tracking.flops import forward_flops, mfu, peak_flops, training_flops
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = Qwen2Config(
     vocab_size=160,
     hidden_size=64,
@@ -80,3 +82,21 @@ def test_peaks_are_found_by_device_name(name: str, peak: float | None):
 def test_mfu_is_the_share_of_all_gpus_peak_and_absent_on_a_cpu():
     assert mfu(4e14, 2.0, 2, 1e15) == pytest.approx(0.1)
     assert mfu(4e14, 2.0, 2, None) is None
+
+
+def test_active_weights_give_the_parameters_that_a_model_is_known_by():
+    """Two FLOPs a token and active weight: Qwen3-30B-A3B has 3.3B of them, DeepSeek-V3 37B."""
+    for name, active in (("Qwen3-30B-A3B", 3.3e9), ("DeepSeek-V3", 37e9)):
+        shape = ModelShape.from_folder(ROOT / "configs" / "models" / name)
+        embedding = shape.vocab_size * shape.hidden_size  # looked up, not multiplied
+        weights = (forward_flops(shape, [1]) / 2) + embedding
+        assert weights == pytest.approx(active, rel=0.02), name
+
+
+def test_experts_that_a_token_is_not_sent_to_cost_their_routing_alone():
+    shape = ModelShape.from_folder(ROOT / "configs" / "models" / "Qwen3-30B-A3B")
+    twice = dataclasses.replace(
+        shape, moe=dataclasses.replace(shape.moe, num_experts=2 * shape.moe.num_experts)
+    )
+    router = 2 * shape.hidden_size * shape.moe.num_experts * len(shape.moe.layers)
+    assert forward_flops(twice, [1]) - forward_flops(shape, [1]) == router

@@ -251,7 +251,7 @@ def test_log_probs_have_the_sampling_temperature_applied(job: Job) -> None:
 def test_a_sync_moves_exactly_the_bytes_that_a_rank_needs_and_lacks(job: Job) -> None:
     again = job.rollout.sync(2)
     if job.case.mode == "gather":
-        assert all(stats.bytes_moved > stats.bytes_floor for stats in again)
+        assert all(stats.bytes_moved >= stats.bytes_floor for stats in again)
         return
     for first, second in zip(job.traffic, again, strict=True):
         assert first.bytes_moved == first.bytes_floor == second.bytes_moved

@@ -22,12 +22,12 @@ from mrl.checkpoint.convert.to_huggingface import (
 )
 from mrl.checkpoint.convert.to_megatron import CheckpointWriter
 from mrl.checkpoint.convert.torch_dist import CONFIG_FILE, KEY_FORMS, form_of, slabs
+from mrl.config.stages import layers_of_chunk
 from mrl.resharding.families import ModelShape
 from mrl.resharding.hf import INDEX_FILE, SINGLE_FILE, hf_layout, read_headers
 from mrl.resharding.hf_files import copy_description
 from mrl.resharding.layout import DTYPE_BYTES, TensorInfo
 from mrl.resharding.megatron import MegatronLayout
-from mrl.resharding.stages import layers_of_chunk
 
 DIRECTIONS = ("megatron", "hf")
 DESCRIPTION = "huggingface"  # in a Megatron checkpoint: config, tokenizer, generation settings

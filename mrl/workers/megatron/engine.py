@@ -159,7 +159,7 @@ class MegatronEngine:
         self, sequences: Sequences, batching: Batching
     ) -> tuple[list[int], list[tuple[Ragged, ...]]] | None:
         micro_batches = cut(sequences.tokens.lengths.tolist(), batching)
-        idle = [[]] * self._missing(len(micro_batches))
+        idle: list[list[int]] = [[]] * self._missing(len(micro_batches))
         packed = self._pack([sequences.select(rows) for rows in [*micro_batches, *idle]])
         rows = [(row, None) for row in packed]
         with self.groups.active():
@@ -176,14 +176,15 @@ class MegatronEngine:
         forward_only: bool,
     ) -> list[Any]:
         """Drive Megatron's schedule over the micro-batches; give what the last stage collected."""
-        run = get_forward_backward_func()
+        run, tokens = get_forward_backward_func(), rows[0][0].tokens
+        assert tokens is not None
         return run(
             forward_step_func=partial(self._forward_step, loss),
             data_iterator=[iter(rows) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(rows),
             # without interleaving stages exchange shapes instead: rows differ in length
-            seq_length=rows[0][0].tokens.shape[1],
+            seq_length=tokens.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

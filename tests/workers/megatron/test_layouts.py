@@ -36,6 +36,7 @@ CASES = {
     "tp4-above-kv-heads": (4, layout(tp=4), ALL_ROWS),
     "pp2": (2, layout(pp=2), TWO_ROWS),
     "pp2-one-micro-batch": (2, layout(pp=2), ALL_ROWS),
+    "pp2-uneven": (2, layout(pp=2, num_layers_in_first_pipeline_stage=1), TWO_ROWS),
     "pp4": (4, layout(pp=4), Batching(micro_batch_size=3)),
     "dp2": (2, layout(), TWO_ROWS),
     "dp2-plain-optimizer": (2, layout(use_distributed_optimizer=False), TWO_ROWS),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mrl.resharding.stages import layers_of_chunk
+from mrl.config.stages import layers_of_chunk
 
 
 def megatron_chunks(num_layers, pp, vpp, **split):
