@@ -31,14 +31,10 @@ def check_trainable(config: Config) -> None:
     found = []
     for role in enabled_roles(config):
         m, section = role.megatron, role.keys["megatron"]
-        for name, size in (
-            ("virtual_pipeline_model_parallel_size", m.virtual_pipeline_model_parallel_size),
-            ("context_parallel_size", m.context_parallel_size),
-            ("expert_model_parallel_size", m.expert_model_parallel_size),
-        ):
-            if size is not None and size > 1:
-                rule = "can be planned but not trained yet"
-                found.append(Violation(f"{section}.{name}", size, rule, "1"))
+        if m.context_parallel_size > 1:
+            rule = "can be planned but not trained yet"
+            key = f"{section}.context_parallel_size"
+            found.append(Violation(key, m.context_parallel_size, rule, "1"))
     shape = read_shape("model.path", config.model.path)
     if shape is not None and shape.model_type not in TRAINABLE_TYPES:
         rule = f"model_type {shape.model_type!r} can be planned and converted but not trained yet"

@@ -10,6 +10,11 @@ from mrl.config.stages import layers_of_chunk
 def megatron_chunks(num_layers, pp, vpp, **split):
     """What Megatron-Core itself answers; None where it refuses or does not deal each layer once."""
     import torch
+
+    # isort: split (before megatron: torch keeps its own pickling)
+    import mrl.workers.megatron  # noqa: F401
+
+    # isort: split
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

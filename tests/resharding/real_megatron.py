@@ -10,6 +10,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+# isort: split (before megatron: torch keeps its own pickling)
+import mrl.workers.megatron  # noqa: F401
+
+# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

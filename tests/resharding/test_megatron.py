@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.resharding import MegatronLayout, ModelShape, stages
+from mrl.config import stages
+from mrl.resharding import MegatronLayout, ModelShape
 from mrl.resharding.coverage import padding_of, view_of
 from tests.resharding.closed_form import logical_values, megatron_params, tiny_shape
 from tests.resharding.families import tiny_model

@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+
+# isort: split (before megatron: torch keeps its own pickling)
+import mrl.workers.megatron  # noqa: F401
+
+# isort: split
 from megatron.core import parallel_state
 
 from mrl.config.stages import layers_of_chunk

@@ -68,6 +68,9 @@ CASES = {
     "ep2-tp2-to-ep2": Case(4, jobs.layout(2, **EP2), "vllm", 2, model="experts", ep=True),
     "2-and-2-tp2-to-tp2": Case(4, jobs.layout(2), "vllm", 2, **SPLIT),
     "2-and-2-pp2-to-tp1": Case(4, jobs.layout(1, 2), "vllm", 1, **SPLIT),
+    "4-and-4-tp2-pp2-to-2-of-tp2": Case(
+        8, jobs.layout(2, 2), "vllm", 2, trainer=range(4), rollout=range(4, 8)
+    ),
     "tp2-to-tp1-gather": Case(2, jobs.layout(2), "vllm", 1, mode="gather"),
     "tp2-pp2-to-hf": Case(4, jobs.layout(2, 2), "hf", 1),
     "tp2-pp2-to-hf-gather": Case(4, jobs.layout(2, 2), "hf", 1, mode="gather"),

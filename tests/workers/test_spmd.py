@@ -135,9 +135,9 @@ def test_a_death_is_the_cause_of_the_errors_around_it() -> None:
 def test_calls_after_a_failure_fail_with_the_first_cause() -> None:
     with toy(2) as pool:
         with pytest.raises(WorkerError, match=r"ended during actor\.kill"):
-            call_all(pool, "actor", "kill")
+            call_all(pool, range(pool.world_size), "actor", "kill")
         with pytest.raises(WorkerError, match=r"ended during actor\.kill"):
-            call_all(pool, "actor", "sleep", 0.0, None)
+            call_all(pool, range(pool.world_size), "actor", "sleep", 0.0, None)
 
 
 def test_a_rank_that_dies_before_its_roles_are_built_ends_the_start() -> None:
@@ -156,7 +156,7 @@ def test_strangers_at_the_port_do_not_disturb_the_start() -> None:
                 stranger.sendall(words)
 
     with toy(2, knock) as pool:
-        assert call_all(pool, "", "sleep", 0.0, "here") == ["here", "here"]
+        assert call_all(pool, range(2), "", "sleep", 0.0, "here") == ["here", "here"]
 
 
 def test_ranks_leave_when_the_controller_is_gone() -> None:
@@ -197,7 +197,7 @@ def test_many_pools_of_one_host_do_not_meet() -> None:
                 ).start()
         for pool in pools:
             pool.start()
-        answers = [call_all(pool, "", "spec") for pool in pools]
+        answers = [call_all(pool, range(pool.world_size), "", "spec") for pool in pools]
         assert answers == [[(n, 0), (n, 1)] for n in range(16)]
 
 

@@ -151,8 +151,19 @@ class MegatronEngine:
         return rows
 
     def _missing(self, count: int) -> int:
-        """Count the empty micro-batches that fill the last round of an interleaved pipeline."""
-        return -count % self.groups.pp if len(self.chunks) > 1 else 0
+        """Count the empty micro-batches that this rank has to add; all ranks call it together.
+
+        Experts are shared with other data-parallel parts, so all run as many as the fullest; an
+        interleaved pipeline runs whole rounds.
+        """
+        needed = count
+        if self.groups.ep > 1:
+            most = torch.tensor(count)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            needed = int(most)
+        if len(self.chunks) > 1:
+            needed += -needed % self.groups.pp
+        return needed - count
 
     @torch.no_grad()
     def _forward(

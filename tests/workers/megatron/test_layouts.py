@@ -51,6 +51,7 @@ CASES = {
         Batching(max_tokens=24),
     ),
     "ep2": (2, layout(expert_model_parallel_size=2), TWO_ROWS),
+    "ep2-by-tokens": (2, layout(expert_model_parallel_size=2), Batching(max_tokens=24)),
     "ep2-etp2": (4, layout(tp=2, expert_model_parallel_size=2), ALL_ROWS),
     "ep2-in-tp2": (
         2,
@@ -64,7 +65,7 @@ CASES = {
     "by-tokens": (1, layout(), Batching(max_tokens=24)),
 }
 UNTIED_CASES = ("tp2", "tp4-above-kv-heads", "pp2", "dp2", "tp2-pp2")
-EXPERT_CASES = ("ep2", "ep2-etp2", "ep2-in-tp2")
+EXPERT_CASES = ("ep2", "ep2-by-tokens", "ep2-etp2", "ep2-in-tp2")
 PAIRS = [
     *(("qwen2", case) for case in CASES if case not in EXPERT_CASES),
     *(("llama", case) for case in UNTIED_CASES),
