@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl.interrupts import insistent_interrupts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("mrl").setLevel(logging.INFO)
     try:
-        arguments.run(arguments)
+        with insistent_interrupts():
+            arguments.run(arguments)
     except _USER_ERRORS as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks of a launcher see the same input
             print(f"mrl {arguments.command}: {error}", file=sys.stderr)

@@ -22,7 +22,7 @@ LEVELS = (
     {"workers"},
     {"checkpoint", "tracking"},
     {"trainer", "sft", "validation"},
-    {"cli", "quickstart"},
+    {"cli", "interrupts", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

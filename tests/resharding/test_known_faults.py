@@ -215,15 +215,176 @@ def test_padding_of_either_vocabulary_is_never_sent_and_ends_as_zeros(tp, engine
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
-def test_experts_that_are_not_square_arrive_as_they_are(case, tp):
-    shape = tiny_model(case, num_hidden_layers=2)  # hidden 32, experts of 6 or 24
+def test_experts_that_are_not_square_arrive_as_they_are(tp):
+    shape = tiny_model("qwen3_moe", num_hidden_layers=2)  # hidden 32, experts of 6 columns
     values = logical_values(shape)
     trainer = MegatronLayout(shape, 2, 1, 2, 16, ep=2, etp=1)
-    if case == "mixtral":
-        params = place(trainer.layout(), values)
-    else:
-        params = {rank: trained(trainer, values, rank) for rank in range(4)}
+    params = {rank: trained(trainer, values, rank) for rank in range(4)}
     found = check_engine(trainer, params, values, tp)
-    stack = next(value for name, value in found[0].items() if name.endswith("w2_weight"))
-    assert tuple(stack.shape) == (4 * 32, shape.moe.ffn_size // tp)
+    for layer in range(2):
+        stack = found[0][f"model.layers.{layer}.mlp.experts.routed_experts.w2_weight"]
+        assert tuple(stack.shape) == (4 * 32, 6 // tp)
+
+
+def test_gate_and_up_of_experts_stay_apart_when_expert_tp_ends():
+    shape = tiny_model("qwen3_moe", num_hidden_layers=1, num_experts=2)
+    trainer = MegatronLayout(shape, 2, 1, 1, 16, etp=2)
+    values = logical_values(shape)
+    for name, value in values.items():
+        if ".experts." in name:
+            value.fill_(1 if "gate_proj" in name else 2 if "up_proj" in name else 3)
+    params = {rank: trained(trainer, values, rank) for rank in range(2)}
+    found, _ = in_engine(trainer, params, values)
+    for held in found.values():
+        halves = held["model.layers.0.mlp.experts.routed_experts.w13_weight"].view(2, 2, 6, 32)
+        assert (halves[:, 0] == 1).all()
+        assert (halves[:, 1] == 2).all()
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
+def test_expert_biases_stay_distinct_in_the_engine_and_in_an_export(tmp_path, case):
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 64}
+    changes |= {"moe_intermediate_size": 2, "dtype": "bfloat16"}
+    shape = tiny_model(case, **changes)
+    trainer = MegatronLayout(shape, 1, 1, 2, 16, ep=2, dtype="bfloat16")
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    values = {
+        name: torch.full(info.shape, 0.5, dtype=getattr(torch, info.dtype))
+        for name, info in trainer.tensors().items()
+    }
+    values[bias] = 1 + 1e-4 * torch.arange(64, dtype=torch.float32)
+    assert values[bias].bfloat16().unique().numel() < 8  # what rounding would leave
+    params = {rank: trained(trainer, values, rank) for rank in range(2)}
+    found, _ = in_engine(trainer, params, values, dtype="bfloat16")
+    exported = export(tmp_path, tiny_config(case, **changes), trainer, params, "bfloat16")
+    for held in (*found.values(), exported):
+        assert held[bias].dtype == torch.float32
+        assert torch.equal(held[bias], values[bias])
+    assert exported[EMBEDDING].dtype == torch.bfloat16
+
+
+CHUNKS_OF_FOURTEEN = (  # [pp][vpp] -> layers, two of them on the last stage
+    ((0, 1), (7, 8)),
+    ((2, 3), (9, 10)),
+    ((4, 5), (11, 12)),
+    ((6,), (13,)),
+)
+
+
+@pytest.mark.parametrize("engine_tp", [1, 2])
+def test_layers_of_uneven_interleaved_stages_arrive_under_their_own_index(engine_tp):
+    shape = tiny_shape(layers=14)
+    chunks = layers_of_chunk(14, 4, 2, last=2)
+    trainer = MegatronLayout(shape, 1, 4, 1, 16, vpp=2, layers_of_chunk=chunks)
+    values = logical_values(shape)
+    params = place(trainer.layout(), values)
+    for stage, held in params.items():
+        for name, param in held.items():
+            chunk, _, inner = name.partition(".")
+            if inner.startswith("decoder.layers."):
+                local = int(inner.split(".")[2])
+                param.fill_(CHUNKS_OF_FOURTEEN[stage][int(chunk[-1])][local])
+    found, _ = in_engine(trainer, params, values, engine_tp)
+    for held in found.values():
+        layers = {name: int(name.split(".")[2]) for name in held if ".layers." in name}
+        assert set(layers.values()) == set(range(14))
+        for name, layer in layers.items():
+            assert (held[name] == layer).all(), name
+
+
+@pytest.mark.parametrize("engine_tp", [1, 3])
+def test_three_uneven_stages_reach_the_engine_and_other_stages(engine_tp):
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 12}
+    shape = tiny_shape(layers=7, **heads)
+    chunks = layers_of_chunk(7, 3, first=1, last=2)
+    assert chunks == (((0,),), ((1, 2, 3, 4),), ((5, 6),))
+    trainer = MegatronLayout(shape, 1, 3, 1, 16, layers_of_chunk=chunks)
+    values = logical_values(shape)
+    params = {rank: megatron_params(trainer, values, rank) for rank in range(3)}
+    if engine_tp == 1:
+        check_engine(trainer, params, values)
+    for halves in (None, (((0, 1, 2, 3, 4),), ((5, 6),))):
+        other = MegatronLayout(shape, 1, len(halves or "1"), 1, 16, layers_of_chunk=halves)
+        wanted = {r: megatron_params(other, values, r) for r in range(other.world_size)}
+        filled = {rank: like(held) for rank, held in wanted.items()}
+        run(plan(trainer.layout(), other.layout()), params, filled)
+        for rank, held in wanted.items():
+            assert differing(filled[rank], held) == []
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2-lite", "qwen3", "glm4_moe-all"])
+def test_a_tensor_left_out_of_a_mapping_is_refused_on_either_side(case):
+    """Among them the input norm of latent attention, the q and k norms, and expert biases."""
+    shape = tiny_model(case, num_hidden_layers=2)
+    trainer = MegatronLayout(shape, 1, 1, 1, 16)
+    engine = VLLMLayout(shape, 1, dtype="float32")
+    values = logical_values(shape)
+    for layout in (trainer.layout(), engine.layout()):
+        params = place(layout, values)[0]
+        padding_of(layout, 0, params)
+        for lost in layout.tensors:
+            tensors = {name: info for name, info in layout.tensors.items() if name != lost}
+            pieces = tuple(piece for piece in layout.pieces if piece.tensor != lost)
+            (param,) = {piece.param for piece in layout.pieces if piece.tensor == lost}
+            without = replace(layout, tensors=tensors, pieces=pieces)
+            with pytest.raises(ValueError, match=r"not in the layout|nothing covers") as error:
+                padding_of(without, 0, params)
+            assert param in str(error.value)
+
+
+ATTENTION_NORMS = {"input_layernorm": 1, "self_attention.linear_proj.post_layernorm": 2}
+MLP_NORMS = {"pre_mlp_layernorm": 3, "mlp.linear_fc2.post_layernorm": 4}
+NORMS = {  # family -> constant of each norm in Megatron, then in the engine
+    "llama": (
+        {"input_layernorm": 1, "pre_mlp_layernorm": 3},
+        {"input_layernorm": 1, "post_attention_layernorm": 3},
+    ),
+    "glm4": (
+        ATTENTION_NORMS | MLP_NORMS,
+        {
+            "input_layernorm": 1,
+            "post_self_attn_layernorm": 2,
+            "post_attention_layernorm": 3,
+            "post_mlp_layernorm": 4,
+        },
+    ),
+    "gemma2": (
+        ATTENTION_NORMS | MLP_NORMS,
+        {
+            "input_layernorm": 1,
+            "post_attention_layernorm": 2,
+            "pre_feedforward_layernorm": 3,
+            "post_feedforward_layernorm": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_each_norm_of_a_layer_reaches_the_place_that_its_family_means(family):
+    trained_as, served_as = NORMS[family]
+    shape = tiny_model(family, num_hidden_layers=1)
+    trainer = MegatronLayout(shape, 1, 1, 1, 16)
+    values = logical_values(shape)
+    params = place(trainer.layout(), values)
+    norms = {name for name in params[0] if ".layers." in name and "norm" in name}
+    assert norms == {f"decoder.layers.0.{name}.weight" for name in trained_as}
+    for name, constant in trained_as.items():
+        params[0][f"decoder.layers.0.{name}.weight"].fill_(constant)
+    (found,), _ = (tuple(side.values()) for side in in_engine(trainer, params, values))
+    norms = {name for name in found if ".layers." in name and "norm" in name}
+    assert norms == {f"model.layers.0.{name}.weight" for name in served_as}
+    for name, constant in served_as.items():
+        assert (found[f"model.layers.0.{name}.weight"] == constant).all(), name
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_latent_down_projections_arrive_from_either_layer_specification(impl):
+    shape = tiny_model("deepseek_v3", num_hidden_layers=1)  # kv_lora_rank 16, RoPE 4
+    trainer = MegatronLayout(shape, 2, 1, 1, 16, etp=1, ep=2, transformer_impl=impl)
+    values = logical_values(shape)
+    params = {rank: trained(trainer, values, rank) for rank in range(2)}
+    down = params[1]["decoder.layers.0.self_attention.linear_kv_down_proj.weight"]
+    assert down.shape[0] == (10 if impl == "local" else 20)
+    for engine_tp in (1, 2):
+        check_engine(trainer, params, values, engine_tp)
