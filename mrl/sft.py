@@ -14,6 +14,7 @@ from mrl.checkpoint.state import TrainerState, is_due
 from mrl.config import (
     Config,
     ConfigError,
+    Violation,
     build_plan,
     check_config,
     check_trainable,
@@ -34,7 +35,11 @@ class SFTTrainer:
 
         Raises ValueError for a config that cannot be trained and for unusable data.
         """
-        if violations := check_config(config):
+        violations = [*check_config(config)]
+        if config.placement.mode != "colocated":
+            rule = "would leave the engine's ranks idle: supervised training has no engine"
+            violations.append(Violation("placement.mode", config.placement.mode, rule, "colocated"))
+        if violations:
             raise ConfigError(violations)
         check_trainable(config)
         self.config, self.plan = config, build_plan(config)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl import load_config
+from mrl.config import ConfigError
 from mrl.data import SFTDataset
 from mrl.sft import SFTTrainer, warm_start
 from mrl.tracking.jsonl import read_metrics
@@ -88,3 +89,13 @@ def test_a_resumed_training_equals_an_uninterrupted_one(fit: Fit, tmp_path: Path
 
 def test_an_untrained_folder_has_no_warm_start(tmp_path: Path) -> None:
     assert warm_start(tmp_path) is None
+
+
+def test_ranks_for_an_engine_are_refused(fit: Fit, tmp_path: Path) -> None:
+    apart = (
+        "placement.mode=disaggregated",
+        "placement.rollout_gpus=2",
+        "trainer.n_gpus_per_node=4",
+    )
+    with pytest.raises(ConfigError, match="has no engine"):
+        fit(tmp_path / "run", *apart)

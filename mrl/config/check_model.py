@@ -194,16 +194,25 @@ def _check_chunks(role: RoleSettings) -> Iterator[Violation]:
 def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> Iterator[Violation]:
     m = role.megatron
     ep, key = m.expert_model_parallel_size, f"{role.keys['megatron']}.expert_model_parallel_size"
-    if ep == 1:
-        return
+    tp, given = m.tensor_model_parallel_size, m.expert_tensor_parallel_size
     if shape is not None and not shape.experts:
-        yield Violation(key, ep, f"{shape.path} has no experts", "1")
+        if ep > 1:
+            yield Violation(key, ep, f"{shape.path} has no experts", "1")
+        if given is not None and given != tp:
+            etp_key = f"{role.keys['megatron']}.expert_tensor_parallel_size"
+            yield Violation(etp_key, given, f"{shape.path} has no experts", "null")
+        return
+    if shape is not None and tp > 1 and not m.sequence_parallel:
+        # each rank would send the same tokens to the experts, whose gradients then count them all
+        rule = "experts under tensor parallelism need sequence parallelism"
+        yield Violation(f"{role.keys['megatron']}.sequence_parallel", False, rule, "true")
+    if ep == 1 and given is None:
         return
     if shape is not None and shape.experts % ep:
         legal = [str(e) for e in range(1, shape.experts + 1) if shape.experts % e == 0]
         rule = f"does not divide the {shape.experts} experts of {shape.path}"
         yield Violation(key, ep, rule, ", ".join(legal))
-    etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+    etp = given or tp
     ranks = etp * ep * m.pipeline_model_parallel_size
     if world % ranks:
         legal = [str(e) for e in range(1, world + 1) if world % (ranks // ep * e) == 0]
@@ -212,7 +221,7 @@ def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> 
             ep,
             f"expert tp {etp} x ep {ep} x pp {m.pipeline_model_parallel_size} = {ranks} ranks "
             f"must divide the {world} ranks",
-            ", ".join(legal),
+            ", ".join(legal) or "none with this expert_tensor_parallel_size and pp",
         )
 
 
@@ -225,6 +234,17 @@ def _check_rollout(config: Config, shape: ModelShape | None) -> Iterator[Violati
         yield Violation(_ROLLOUT_TP, tp, f"{reason} of {shape.path}", legal)
     if config.rollout.name == "hf" and tp > 1:
         yield Violation(_ROLLOUT_TP, tp, "rollout.name=hf generates on one rank a replica", "1")
+    if shape is not None and shape.experts and config.rollout.name == "hf":
+        rule = "cannot be written: transformers keeps the experts of a layer in one tensor"
+        yield Violation("rollout.name", "hf", rule, "vllm")
+    if config.rollout.enable_expert_parallel and shape is not None and not shape.experts:
+        key = "rollout.enable_expert_parallel"
+        yield Violation(key, True, f"{shape.path} has no experts", "false")
+    if config.resharding.mode == "gather" and config.resharding.forward_within_node:
+        key = "resharding.forward_within_node"
+        yield Violation(
+            key, True, "is for resharding.mode=direct: gather forwards nothing", "false"
+        )
 
 
 def _check_lengths(config: Config, shape: ModelShape | None) -> Iterator[Violation]:

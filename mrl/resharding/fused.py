@@ -44,6 +44,11 @@ class FusedCopies:
             groups[key][1].append(source)
         self._groups = list(groups.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to copy."""
+        return not self._large and not self._groups
+
     def run(self) -> None:
         """Issue the copies on the current stream."""
         lanes = self._lanes

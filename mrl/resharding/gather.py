@@ -102,6 +102,9 @@ class GatherSync:
             pass
         return self.stats(time.perf_counter() - start)
 
+    def remapped(self) -> None:
+        """Do nothing: nothing is recorded."""
+
     def stats(self, seconds: float) -> SyncStats:
         """Report one run that took `seconds`."""
         received = sum(

@@ -65,9 +65,9 @@ class HFWriter:
     """Write a model that ranks hold in pieces as a Hugging Face folder.
 
     `source` is the folder that the model came from: its config.json and tokenizer files are
-    copied. Tensors get `dtype`, which the new config.json then states (None: the source's). All
-    ranks of `src` construct and use the writer together; `folder` must be visible to all and hold
-    no weights yet, otherwise ValueError.
+    copied. Tensors get `dtype`, which the new config.json then states (None: the source's), but for
+    those that the family fixes to float32. All ranks of `src` construct and use the writer
+    together; `folder` must be visible to all and hold no weights yet, otherwise ValueError.
     """
 
     def __init__(
@@ -87,9 +87,11 @@ class HFWriter:
         self._transport, self._bucket_bytes = transport, bucket_bytes
         if self._folder.is_dir() and list(self._folder.glob("*.safetensors")):
             raise ValueError(f"{self._folder}: already holds weights, export to an empty folder")
-        self._dtype = dtype or ModelShape.from_folder(self._source).dtype
+        shape = ModelShape.from_folder(self._source)
+        self._dtype = dtype or shape.dtype
+        exact = shape.tensors(self._dtype)  # what a family keeps in float32 stays so
         self._tensors = {
-            name: TensorInfo(info.shape, self._dtype) for name, info in src.tensors.items()
+            name: TensorInfo(info.shape, exact[name].dtype) for name, info in src.tensors.items()
         }
         padding_of(src, rank, params)  # every parameter is known and all of it is exported
         self.shards = plan_shards(src, self._dtype, max_shard_bytes)
@@ -118,7 +120,9 @@ class HFWriter:
         device = next(iter(self._params.values())).device
         tensors = {
             name: torch.empty(
-                self._tensors[name].shape, dtype=getattr(torch, self._dtype), device=device
+                self._tensors[name].shape,
+                dtype=getattr(torch, self._tensors[name].dtype),
+                device=device,
             )
             for shard in shards
             if shard.rank == self._rank

@@ -193,7 +193,7 @@ def source_layout(config: Config, shape: ModelShape) -> MegatronLayout:
         vpp=actor.vpp or 1,
         cp=actor.cp,
         ep=actor.ep,
-        etp=actor.etp if actor.ep > 1 else None,
+        etp=actor.etp,
         dp=actor.dp,
         layers_of_chunk=split_layers(megatron, shape.num_layers),
         padded_vocab=padded_vocab(shape.vocab_size, actor.tp),

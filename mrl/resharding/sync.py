@@ -189,7 +189,16 @@ class Resharder:
         if self._beside is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._beside)
 
+    def remapped(self) -> None:
+        """Take note that memory came back at its addresses but elsewhere: copies are recorded anew.
+
+        A recorded copy may hold more of its memory than the address.
+        """
+        self._graph = None
+
     def _start_local(self) -> None:
+        if self._local.is_empty:  # trainer and engine apart: torch warns of an empty graph
+            return
         if self._beside is None:
             self._local.run()
             return

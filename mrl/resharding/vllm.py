@@ -51,8 +51,8 @@ def live_params(model: nn.Module) -> dict[str, Tensor]:
 def trace(model: nn.Module, hf_tensors: Mapping[str, TensorInfo], rank: int) -> list[Piece]:
     """Record which box of each checkpoint tensor goes where on this rank.
 
-    `hf_tensors` are the tensors that the trainer will send. Nothing is copied, except that the
-    loader may zero vocabulary padding. Raises ValueError for a copy that cannot be attributed.
+    `hf_tensors` are the tensors that the trainer will send. Nothing is written, so that the
+    engine may sleep meanwhile. Raises ValueError for a copy that cannot be attributed.
     """
     sources = {
         name: torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
@@ -263,6 +263,8 @@ class _CopyRecorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self._record(target=args[0], source=args[1])
             return args[0]
+        if func is torch.ops.aten.fill_.Scalar and not args[0].is_meta:
+            return args[0]  # vocabulary padding, which a sync zeroes
         return func(*args, **(kwargs or {}))
 
     def _record(self, target: Tensor, source: Tensor) -> None:

@@ -29,7 +29,8 @@ class WorkerHost:
         self._join(spec, store)
         everyone = range(self.world_size)
         self._everyone, self._trainer, self._engine = worlds(
-            (everyone, spec.trainer_ranks or everyone, spec.rollout_ranks or everyone)
+            (everyone, spec.trainer_ranks or everyone, spec.rollout_ranks or everyone),
+            datetime.timedelta(seconds=spec.timeout_s),
         )
         self._roles: dict[str, Any] = {"host": self}
         # The engine comes first: it measures the memory that is free for it.

@@ -102,7 +102,7 @@ class Rollout:
         self.engine, self.spec = engine, spec
         self.replica, self.tp_rank = divmod(slot, spec.config.tensor_model_parallel_size)
         self.version = 0
-        self._sleeps = colocated and spec.config.free_cache_engine
+        self.sleeps = colocated and spec.config.free_cache_engine
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams
@@ -122,7 +122,7 @@ class Rollout:
 
         Gives the device memory then in use, in bytes, by all processes; 0 on a CPU.
         """
-        if self._sleeps:
+        if self.sleeps:
             self.engine.sleep()
         if not torch.cuda.is_available():
             return 0

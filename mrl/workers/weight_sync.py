@@ -30,6 +30,10 @@ class Mover(Protocol):
         """Move them; all ranks call it together."""
         ...
 
+    def remapped(self) -> None:
+        """Take note that the engine's memory was mapped anew at its addresses."""
+        ...
+
 
 class WeightSync:
     """One rank's part in the weights' way; ranks without actor or engine take part too."""
@@ -72,6 +76,8 @@ class WeightSync:
             torch.cuda.empty_cache()
         if self.rollout:
             self.rollout.engine.wake_weights()
+            if self.rollout.sleeps:
+                self._mover.remapped()
         start = time.perf_counter()
         stats = self._mover.run()
         if on_gpu:

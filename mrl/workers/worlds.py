@@ -7,6 +7,7 @@ the default one while the role is built and called. The group of all ranks carri
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,18 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+# torch names a group by a count in its process, and the ranks of a group must agree on the name.
+# A rank in two worlds has made more groups than its neighbours, so each world counts for itself.
+_NAMES_APART = 1_000_000
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class World:
     """Consecutive ranks of the job and their process group."""
 
     ranks: range
     group: dist.ProcessGroup | None  # None: these are all ranks
+    next_name: int  # of the groups that are made while it is active
 
     @property
     def is_member(self) -> bool:
@@ -37,27 +43,27 @@ class World:
         if self.group is None:
             yield
             return
-        before = dist.group.WORLD
+        before, count = dist.group.WORLD, distributed_c10d._world.group_count
         names = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}
         rank = int(names["RANK"]) - self.ranks.start
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(self.ranks))}
         distributed_c10d._update_default_pg(self.group)
+        distributed_c10d._world.group_count = self.next_name
         try:
             yield
         finally:
+            self.next_name = distributed_c10d._world.group_count
+            distributed_c10d._world.group_count = count
             distributed_c10d._update_default_pg(before)
             os.environ |= names
 
 
-def worlds(ranks: tuple[range, ...]) -> tuple[World, ...]:
-    """Make the worlds of some ranges of ranks; all ranks of the job call it together.
-
-    Later groups of all ranks would disagree on their names, which torch counts: a role's world
-    may make more groups of its own than another's.
-    """
+def worlds(ranks: tuple[range, ...], timeout: datetime.timedelta) -> tuple[World, ...]:
+    """Make the worlds of some ranges of ranks; all ranks of the job call it together."""
     everyone = range(dist.get_world_size())
-    made: dict[range, World] = {everyone: World(everyone, None)}
+    made: dict[range, World] = {everyone: World(everyone, None, 0)}
     for part in ranks:
         if part not in made:
-            made[part] = World(part, dist.new_group(list(part)))
+            group = dist.new_group(list(part), timeout)
+            made[part] = World(part, group, len(made) * _NAMES_APART)
     return tuple(made[part] for part in ranks)

@@ -71,6 +71,9 @@ CASES = {
     "4-and-4-tp2-pp2-to-2-of-tp2": Case(
         8, jobs.layout(2, 2), "vllm", 2, trainer=range(4), rollout=range(4, 8)
     ),
+    "2-of-3-and-2-of-3-to-tp1": Case(
+        3, jobs.layout(2), "vllm", 1, trainer=range(2), rollout=range(1, 3)
+    ),
     "tp2-to-tp1-gather": Case(2, jobs.layout(2), "vllm", 1, mode="gather"),
     "tp2-pp2-to-hf": Case(4, jobs.layout(2, 2), "hf", 1),
     "tp2-pp2-to-hf-gather": Case(4, jobs.layout(2, 2), "hf", 1, mode="gather"),

@@ -77,8 +77,6 @@ class CheckpointWriter(DefaultSavePlanner):
             record = draft.path / _RECORDS / f"{index:05d}.pickle"
             done = _read_record(record, draft.path)
             is_kept = done is not None
-            done = _read_record(record, draft.path)
-            is_kept = done is not None
             if done is None:
                 done = writer.write_data(plan, self).wait()
                 _write_record(record, done)

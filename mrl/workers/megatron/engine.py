@@ -153,11 +153,11 @@ class MegatronEngine:
     def _missing(self, count: int) -> int:
         """Count the empty micro-batches that this rank has to add; all ranks call it together.
 
-        Experts are shared with other data-parallel parts, so all run as many as the fullest; an
+        Where experts are spread over data-parallel parts, all run as many as the fullest; an
         interleaved pipeline runs whole rounds.
         """
         needed = count
-        if self.groups.ep > 1:
+        if self.groups.ep * self.groups.etp > self.groups.tp:
             most = torch.tensor(count)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             needed = int(most)

@@ -136,13 +136,29 @@ def test_the_round_is_worth_comparing(alone: Alone, qwen2: Path, llama: Path) ->
         assert abs(later["actor/pg_loss"] - actor["actor/pg_loss"]) > 1e-3
 
 
-def test_ranks_without_rows_take_part(ranks: Ranks, llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "world", "where", "batching"),
+    [
+        ("llama", 4, layout(), ALL_ROWS),  # three rows: one rank has none
+        # one rank has two micro-batches, the other one, and both hold halves of each expert
+        ("qwen3_moe", 2, layout(expert_tensor_parallel_size=2), Batching(micro_batch_size=1)),
+    ],
+)
+def test_ranks_with_fewer_rows_take_part(
+    model: str,
+    world: int,
+    where: MegatronConfig,
+    batching: Batching,
+    ranks: Ranks,
+    request: pytest.FixtureRequest,
+) -> None:
+    path = request.getfixturevalue(model)
     rows = sequences(lengths=(5, 9, 4), responses=(3, 4, 1))
     answers = []
-    for world in (1, 4):
-        spec = both(llama, layout())
-        with ranks.job(world, spec) as pool:
-            actor, critic = group(pool, spec.actor), group(pool, spec.critic)
+    for size, place in ((1, layout()), (world, where)):
+        spec = both(path, place)
+        with ranks.job(size, spec) as pool:
+            actor, critic = group(pool, spec.actor, batching), group(pool, spec.critic, batching)
             log_probs, _ = actor.log_probs(rows)
             batch = policy_batch(rows, log_probs)
             values = critic.values(rows)
