@@ -26,8 +26,11 @@ def insistent_interrupts(again_s: float = AGAIN_S) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            return  # on its way out: what it closes is not disturbed
+        error = sys.exc_info()[1]
+        while error is not None:  # what is closed on the way out is not disturbed
+            if isinstance(error, KeyboardInterrupt):
+                return
+            error = error.__context__
         timer = threading.Timer(again_s, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timers.append(timer)

@@ -25,6 +25,7 @@ from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics
 from mrl.workers.group import RankPool
 from mrl.workers.job import roles_on, run_job, serve_as_rank, supervised_job_spec
+from mrl.workers.specs import JobSpec
 
 
 class SFTTrainer:
@@ -63,10 +64,10 @@ class SFTTrainer:
             print(f"nothing to train: {found.path} is step {found.step} of {self.total_steps}")
             return
         spec = supervised_job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, found))
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, found))
 
-    def _run(self, pool: RankPool, found: Found | None) -> None:
-        roles = roles_on(pool, self.config, self.plan)
+    def _run(self, pool: RankPool, spec: JobSpec, found: Found | None) -> None:
+        roles = roles_on(pool, self.config, self.plan, spec)
         actor, trainer = roles.actor, self.config.trainer
         first = found.step if found else 0
         if found is not None:

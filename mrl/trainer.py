@@ -41,6 +41,7 @@ from mrl.types import Prompt, Ragged, Sample, SamplingParams, Score
 from mrl.validation import Validator, score_item
 from mrl.workers.group import RankPool, WorkerError
 from mrl.workers.job import Roles, job_spec, roles_on, run_job, serve_as_rank
+from mrl.workers.specs import JobSpec
 
 
 class RayPPOTrainer:
@@ -89,10 +90,10 @@ class RayPPOTrainer:
         found = self._resume_point()
         # The schedule spans the configured run, so a run cut short equals the start of a long one.
         spec = job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, last_step, found))
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, last_step, found))
 
-    def _run(self, pool: RankPool, last_step: int, found: Found | None) -> None:
-        roles = roles_on(pool, self.config, self.plan)
+    def _run(self, pool: RankPool, spec: JobSpec, last_step: int, found: Found | None) -> None:
+        roles = roles_on(pool, self.config, self.plan, spec)
         state = self._resume(roles, found)
         reward = self.config.reward
         with (

@@ -18,6 +18,7 @@ from mrl.config.roles import (
 )
 from mrl.config.schema import Config
 
+_EXPERT_SIZE = {"mixtral": "intermediate_size"}  # else moe_intermediate_size
 # config.json keys of the number of experts, the first that is there; none: a dense model
 _EXPERTS: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("n_routed_experts",),
@@ -51,6 +52,7 @@ class ModelShape:
     intermediate_size: int
     max_position_embeddings: int
     experts: int  # 0: a dense model
+    expert_size: int  # intermediate size of one
 
     def rejects_tp(self, tp: int) -> str:
         """Say which size a tensor-parallel size cannot cut, "" when all can be.
@@ -87,6 +89,9 @@ def read_shape(key: str, path: str) -> ModelShape | None:
             intermediate_size=int(found["intermediate_size"]),
             max_position_embeddings=int(found["max_position_embeddings"]),
             experts=int(found[experts[0]]) if experts else 0,
+            expert_size=int(found[_EXPERT_SIZE.get(kind, "moe_intermediate_size")])
+            if experts
+            else 0,
         )
     except KeyError as error:
         kind = found.get("model_type")
@@ -206,13 +211,17 @@ def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> 
         # each rank would send the same tokens to the experts, whose gradients then count them all
         rule = "experts under tensor parallelism need sequence parallelism"
         yield Violation(f"{role.keys['megatron']}.sequence_parallel", False, rule, "true")
+    etp = given or tp
+    if shape is not None and shape.expert_size % etp:
+        etp_key = f"{role.keys['megatron']}.expert_tensor_parallel_size"
+        rule = f"does not divide the intermediate size {shape.expert_size} of an expert"
+        yield Violation(etp_key, etp, f"{rule} of {shape.path}", "1")
     if ep == 1 and given is None:
         return
     if shape is not None and shape.experts % ep:
         legal = [str(e) for e in range(1, shape.experts + 1) if shape.experts % e == 0]
         rule = f"does not divide the {shape.experts} experts of {shape.path}"
         yield Violation(key, ep, rule, ", ".join(legal))
-    etp = given or tp
     ranks = etp * ep * m.pipeline_model_parallel_size
     if world % ranks:
         legal = [str(e) for e in range(1, world + 1) if world % (ranks // ep * e) == 0]
@@ -237,14 +246,26 @@ def _check_rollout(config: Config, shape: ModelShape | None) -> Iterator[Violati
     if shape is not None and shape.experts and config.rollout.name == "hf":
         rule = "cannot be written: transformers keeps the experts of a layer in one tensor"
         yield Violation("rollout.name", "hf", rule, "vllm")
-    if config.rollout.enable_expert_parallel and shape is not None and not shape.experts:
-        key = "rollout.enable_expert_parallel"
-        yield Violation(key, True, f"{shape.path} has no experts", "false")
+    if shape is not None:
+        yield from _check_engine_experts(config, shape)
     if config.resharding.mode == "gather" and config.resharding.forward_within_node:
         key = "resharding.forward_within_node"
         yield Violation(
             key, True, "is for resharding.mode=direct: gather forwards nothing", "false"
         )
+
+
+def _check_engine_experts(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    tp, key = config.rollout.tensor_model_parallel_size, "rollout.enable_expert_parallel"
+    if not config.rollout.enable_expert_parallel:
+        if shape.expert_size % tp:
+            rule = f"rollout TP {tp} does not divide the intermediate size {shape.expert_size}"
+            yield Violation(key, False, f"{rule} of an expert of {shape.path}", "true")
+    elif not shape.experts:
+        yield Violation(key, True, f"{shape.path} has no experts", "false")
+    elif shape.experts < tp:
+        rule = f"rollout TP {tp} leaves ranks without any of the {shape.experts} experts"
+        yield Violation(key, True, f"{rule} of {shape.path}", "false")
 
 
 def _check_lengths(config: Config, shape: ModelShape | None) -> Iterator[Violation]:

@@ -94,24 +94,22 @@ def world_size(config: Config) -> int:
 
 def trainer_ranks(config: Config) -> range:
     """Give the ranks that hold actor, critic and reference: the first of the job."""
-    world, placement = world_size(config), config.placement
-    if placement.mode != "disaggregated":
-        return range(world)
-    count = placement.trainer_gpus
-    if count is None:
-        count = world - (placement.rollout_gpus or 0)
-    return range(count)
+    placement = config.placement
+    return range(_side(config, placement.trainer_gpus, placement.rollout_gpus))
 
 
 def rollout_ranks(config: Config) -> range:
     """Give the ranks that hold the engine: the last of the job."""
     world, placement = world_size(config), config.placement
-    if placement.mode != "disaggregated":
-        return range(world)
-    count = placement.rollout_gpus
-    if count is None:
-        count = world - (placement.trainer_gpus or 0)
-    return range(world - count, world)
+    return range(world - _side(config, placement.rollout_gpus, placement.trainer_gpus), world)
+
+
+def _side(config: Config, own: int | None, other: int | None) -> int:
+    """Count the ranks of a side: its own number, or what the other one leaves."""
+    world = world_size(config)
+    if config.placement.mode != "disaggregated":
+        return world
+    return world - (other or 0) if own is None else own
 
 
 def is_split_unevenly(layout: MegatronConfig) -> bool:

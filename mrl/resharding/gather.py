@@ -1,7 +1,8 @@
 """Give every rank the whole model, a bucket at a time, and let the engine's own loader cut it.
 
-What other trainers do: a baseline to measure against and a second opinion for tests. Needs the
-memory of five buckets and receives, on each rank, all that it does not hold.
+What other trainers do: a baseline to measure against and a second opinion for tests. Needs
+two buckets of all ranks' rows and the whole tensors of one, and receives, on each rank, all that
+it does not hold.
 """
 
 from __future__ import annotations

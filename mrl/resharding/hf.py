@@ -17,7 +17,7 @@ from mrl.resharding.layout import FILE_RANK, Layout, Piece, TensorInfo, volume, 
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DEFAULT_SHARD_BYTES = 5 * 1024**3
+DEFAULT_SHARD_BYTES = 5 * 10**9  # as transformers writes them
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHUNK_BYTES = 16 * 1024**2
@@ -148,42 +148,48 @@ def _same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
     return True
 
 
-def plan_shards(
-    src: Layout, dtype: str, max_shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> tuple[Shard, ...]:
-    """Cut a model into files of at most `max_shard_bytes` and give each file to a rank.
-
-    A file goes to the rank that has been given fewest so far and, among those, holds most of the
-    file's elements. File names are those of transformers.
-    """
-    infos = {name: TensorInfo(info.shape, dtype) for name, info in src.tensors.items()}
+def group_files(
+    infos: Mapping[str, TensorInfo], max_bytes: int = DEFAULT_SHARD_BYTES
+) -> dict[str, tuple[str, ...]]:
+    """List the tensors of each file: at most `max_bytes` or one tensor, by transformers' names."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, info in infos.items():
-        if groups[-1] and size + info.num_bytes > max_shard_bytes:
+        if groups[-1] and size + info.num_bytes > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(name)
         size += info.num_bytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: tuple(groups[0])}
+    return {
+        f"model-{index:05d}-of-{len(groups):05d}.safetensors": tuple(names)
+        for index, names in enumerate(groups, start=1)
+    }
+
+
+def plan_shards(
+    src: Layout, infos: Mapping[str, TensorInfo], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> tuple[Shard, ...]:
+    """Cut a model into files of at most `max_shard_bytes` and give each file to a rank.
+
+    `infos` are the tensors as they will be written. A file goes to the rank that has been given
+    fewest so far and, among those, holds most of the file's elements.
+    """
     held: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for piece in src.pieces:
         for rank in piece.ranks:
             held[piece.tensor][rank] += volume(piece.box) * infos[piece.tensor].item_bytes
     given: dict[int, int] = dict.fromkeys(src.ranks, 0)
     shards = []
-    for index, names in enumerate(groups, start=1):
+    for file, names in group_files(infos, max_shard_bytes).items():
         rank = min(
             src.ranks,
             key=lambda rank: (given[rank], -sum(held[name].get(rank, 0) for name in names), rank),
         )
         given[rank] += 1
-        file = SINGLE_FILE if len(groups) == 1 else _shard_file(index, len(groups))
-        shards.append(Shard(file, rank, tuple(names)))
+        shards.append(Shard(file, rank, names))
     return tuple(shards)
-
-
-def _shard_file(index: int, count: int) -> str:
-    return f"model-{index:05d}-of-{count:05d}.safetensors"
 
 
 def shard_layout(shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]) -> Layout:

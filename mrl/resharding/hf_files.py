@@ -94,7 +94,7 @@ class HFWriter:
             name: TensorInfo(info.shape, exact[name].dtype) for name, info in src.tensors.items()
         }
         padding_of(src, rank, params)  # every parameter is known and all of it is exported
-        self.shards = plan_shards(src, self._dtype, max_shard_bytes)
+        self.shards = plan_shards(src, self._tensors, max_shard_bytes)
 
     @property
     def rounds(self) -> int:

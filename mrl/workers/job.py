@@ -43,14 +43,16 @@ def device_of(config: Config) -> str:
 
 def supervised_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     """Cut the job of supervised training: the actor alone, one optimizer step a step."""
-    spec = job_spec(config, plan, total_steps)
+    spec = _without_engine(config, plan, total_steps)
     actor = replace(spec.actor, total_steps=total_steps, temperature=1.0)
-    return replace(spec, actor=actor, critic=None, ref=None, rollout=None)
+    return replace(spec, actor=actor, critic=None, ref=None)
 
 
 def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
-    """Cut what each rank needs out of the config; `total_steps` are the trainer's."""
-    actor = config.actor
+    """Cut what each rank needs out of the config; `total_steps` are the trainer's.
+
+    Raises ValueError where actor or engine cannot be laid out.
+    """
     rollout = RolloutSpec(
         config=config.rollout,
         path=str(Path(config.model.path).absolute()),
@@ -58,8 +60,13 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         max_model_len=plan.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
         resharding=config.resharding,
-        slots=engine_slots(config, plan),
+        slots=_engine_slots(config, plan),
     )
+    return replace(_without_engine(config, plan, total_steps), rollout=rollout)
+
+
+def _without_engine(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
+    actor = config.actor
     return JobSpec(
         actor=_role(config, plan, "actor", total_steps),
         policy_loss=PolicyLossSpec(
@@ -73,7 +80,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         critic=_enabled(config, plan, "critic", total_steps),
         cliprange_value=config.critic.cliprange_value,
         ref=_enabled(config, plan, "ref", total_steps),
-        rollout=rollout,
+        rollout=None,
         device=device_of(config),
         trainer_ranks=trainer_ranks(config),
         rollout_ranks=rollout_ranks(config),
@@ -83,7 +90,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     )
 
 
-def engine_slots(config: Config, plan: RunPlan) -> tuple[int, ...] | None:
+def _engine_slots(config: Config, plan: RunPlan) -> tuple[int, ...] | None:
     """Choose the engine slot of each of its ranks, so that a sync moves the fewest bytes.
 
     None where slot i goes to the i-th rank.
@@ -114,7 +121,7 @@ def _role(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpe
     )
 
 
-def roles_on(pool: RankPool, config: Config, plan: RunPlan) -> Roles:
+def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Roles:
     """Make the groups of a running job."""
     shape = ModelShape.from_folder(Path(config.model.path))
 
@@ -140,7 +147,7 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan) -> Roles:
             plan.rollout_tp,
             spread,
             rollout_ranks(config),
-            engine_slots(config, plan),
+            spec.rollout.slots if spec.rollout else None,
         ),
         ranks=tuple(call_all(pool, everyone, "host", "describe")),
     )

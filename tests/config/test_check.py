@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.config import Config, ConfigError, check_config, check_files, check_trainable
+from mrl.config.check_model import MODEL_TYPES
 
 ONE_RANK = "actor: {ppo_micro_batch_size_per_gpu: 1}"
 GRPO = "algorithm.adv_estimator=grpo"
@@ -223,7 +224,7 @@ def test_lengths_must_fit_the_model_and_the_engine(refuse, load, model):
 
 def test_unsupported_and_broken_models_are_refused(refuse, model, tmp_path):
     (found,) = refuse(f"model.path={model(model_type='gpt2')}", text=ONE_RANK)
-    assert "'gpt2'" in found.rule and found.nearest.endswith("qwen3_moe")
+    assert "'gpt2'" in found.rule and found.nearest == " or ".join(MODEL_TYPES)
     (tmp_path / "model" / "config.json").write_text("{")
     assert "cannot be read" in refuse(f"model.path={tmp_path / 'model'}", text=ONE_RANK)[0].rule
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -374,7 +375,7 @@ def test_verification_is_switched_by_name_or_by_truth(load, value, meaning):
 
 
 def test_expert_parallelism_must_divide_the_experts(refuse, load, model):
-    sizes = {"model_type": "qwen3_moe", "num_experts": 6}
+    sizes = {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 8}
     ranks = ("trainer.n_gpus_per_node=4", GRPO, "rollout.n=4", f"model.path={model(**sizes)}")
     (found,) = refuse(*ranks, "actor.megatron.expert_model_parallel_size=4", text=ONE_RANK)
     assert "6 experts" in found.rule and found.nearest == "1, 2, 3, 6"

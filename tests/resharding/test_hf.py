@@ -105,7 +105,7 @@ def test_files_go_evenly_to_the_ranks_that_hold_them():
     shape = tiny_shape()
     layout = MegatronLayout(shape, 2, 4, 1, 16).layout()
     total = sum(info.num_bytes for info in shape.tensors().values())
-    shards = plan_shards(layout, "float32", max_shard_bytes=total // 6)
+    shards = plan_shards(layout, layout.tensors, max_shard_bytes=total // 6)
     assert all(
         sum(layout.tensors[name].num_bytes for name in shard.tensors) <= total // 6
         for shard in shards
@@ -119,4 +119,4 @@ def test_files_go_evenly_to_the_ranks_that_hold_them():
 
 def test_a_small_model_is_one_file():
     layout = MegatronLayout(tiny_shape(), 2, 2, 1, 16).layout()
-    assert [s.file for s in plan_shards(layout, "bfloat16")] == ["model.safetensors"]
+    assert [s.file for s in plan_shards(layout, layout.tensors)] == ["model.safetensors"]

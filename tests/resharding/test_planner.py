@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,17 +11,7 @@ from mrl.resharding.planner import DEFAULT_BUCKET_BYTES
 from mrl.resharding.vllm_layout import VLLMLayout
 from tests.resharding.closed_form import tiny_shape, vllm_layout
 
-LLAMA_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 
 def rows(name, *pieces, count=8, place=None):
@@ -300,7 +291,7 @@ def test_allgather_brings_what_the_trainer_does_not_hold():
 
 
 def test_a_70b_plan_for_512_ranks_receives_the_least_and_sends_evenly():
-    shape = ModelShape.from_hf(LLAMA_70B)
+    shape = ModelShape.from_folder(MODELS / "Llama-3-70B")
     place = nodes(512, ranks_per_node=8)
     src = MegatronLayout(shape, 8, 4, 16, 128512, node_of_rank=place).layout()
     steps = plan(src, VLLMLayout(shape, 8, 64, node_of_rank=place).layout())

@@ -18,13 +18,19 @@ from mrl.checkpoint.convert.progress import Progress, size
 from mrl.checkpoint.convert.to_huggingface import (
     CheckpointTensors,
     DistributedCheckpoint,
-    group_files,
 )
 from mrl.checkpoint.convert.to_megatron import CheckpointWriter
 from mrl.checkpoint.convert.torch_dist import CONFIG_FILE, KEY_FORMS, form_of, slabs
 from mrl.config.stages import layers_of_chunk
 from mrl.resharding.families import ModelShape
-from mrl.resharding.hf import INDEX_FILE, SINGLE_FILE, hf_layout, read_headers
+from mrl.resharding.hf import (
+    DEFAULT_SHARD_BYTES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    group_files,
+    hf_layout,
+    read_headers,
+)
 from mrl.resharding.hf_files import copy_description
 from mrl.resharding.layout import DTYPE_BYTES, TensorInfo
 from mrl.resharding.megatron import MegatronLayout
@@ -54,7 +60,6 @@ class Options:
 
 
 Say = Callable[[str], None]
-_DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 def convert(source: Path, target: Path, options: Options, say: Say = print) -> None:
@@ -109,6 +114,8 @@ def _iteration(source: Path) -> Path:
     if (source / CONFIG_FILE).is_file():
         return source
     text = (source / _TRACKER).read_text().strip()
+    if text != "release" and not text.isdecimal():
+        raise ValueError(f"{source / _TRACKER}: found {text!r}, expected a number or release")
     return source / (text if text == "release" else f"iter_{int(text):07d}")
 
 
@@ -121,7 +128,7 @@ def _to_megatron(source: Path, target: Path, options: Options, say: Say) -> None
     dtypes = {name: info.dtype for name, info in wanted.items()}
     form = None if options.keys == "auto" else options.keys
     pieces = slabs(shape, form, options.tp, options.etp)
-    limit = options.max_shard_bytes or _DEFAULT_SHARD_BYTES
+    limit = options.max_shard_bytes or DEFAULT_SHARD_BYTES
     writer = CheckpointWriter(pieces, stored, dtypes, limit)
     sizes = writer.num_bytes
     _check_space(target, sum(sizes))
@@ -236,7 +243,8 @@ def _files(
     """Give the tensors of each file: as in the model's source when it is known."""
     weight_map: Mapping[str, str] | None = record["weight_map"]
     if weight_map is None or options.max_shard_bytes or not wanted.keys() <= weight_map.keys():
-        weight_map = group_files(wanted, options.max_shard_bytes or _DEFAULT_SHARD_BYTES)
+        grouped = group_files(wanted, options.max_shard_bytes or DEFAULT_SHARD_BYTES)
+        weight_map = {name: file for file, names in grouped.items() for name in names}
     files: dict[str, dict[str, TensorInfo]] = {}
     for name, info in wanted.items():
         files.setdefault(weight_map[name], {})[name] = info

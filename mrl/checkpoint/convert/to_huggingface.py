@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -203,23 +203,3 @@ def _misshapen(every: Sequence[Slab], checkpoint: DistributedCheckpoint) -> Iter
 def _bounds(parts: Sequence[Part]) -> Box:
     sides = [[part.local[dim] for part in parts] for dim in range(len(parts[0].local))]
     return tuple((min(a for a, _ in side), max(b for _, b in side)) for side in sides)
-
-
-def group_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, str]:
-    """Map each tensor to a file of at most `max_bytes`, by transformers' names."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, info in infos.items():
-        if files[-1] and held + info.num_bytes > max_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += info.num_bytes
-    count = len(files)
-    if count == 1:
-        return dict.fromkeys(files[0], "model.safetensors")
-    return {
-        name: f"model-{number:05d}-of-{count:05d}.safetensors"
-        for number, names in enumerate(files, start=1)
-        for name in names
-    }

@@ -66,19 +66,18 @@ def _all_gather(
     most = max(len(output) for output in outputs)
     if all(len(output) == most for output in outputs):
         return _ALL_GATHER(outputs, tensor, group=group, **kwargs)
+    assert not kwargs, f"rows of unequal number are gathered at once, without {list(kwargs)}"
     padded = [output.new_empty(most, *output.shape[1:]) for output in outputs]
     own = tensor.new_zeros(most, *tensor.shape[1:])
     own[: len(tensor)] = tensor
-    _ALL_GATHER(padded, own, group=group, **kwargs)
+    _ALL_GATHER(padded, own, group=group)
     for output, rows in zip(outputs, padded, strict=True):
         output.copy_(rows[: len(output)])
     return None
 
 
-def _reduce_scatter(
-    output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None, **kwargs: Any
-) -> Any:
-    # As above, backwards.
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any) -> None:
+    # As above, backwards: a sum, at once.
     total = torch.cat(inputs)
     torch.distributed.all_reduce(total, group=group)
     output.copy_(total.split([len(part) for part in inputs])[group.rank()])
