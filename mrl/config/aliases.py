@@ -48,8 +48,21 @@ ALIASES: dict[str, str | Legacy] = {
     ),
     "model_engine": _only("megatron", "the training engine is Megatron-Core"),
     "model.use_remove_padding": _only(True, "sequences are always packed without padding"),
-    "model.enable_gradient_checkpointing": _only(
-        False, "recomputing activations is not supported yet"
+    "model.lora_rank": "model.lora.rank",
+    "model.lora_alpha": "model.lora.alpha",
+    "model.target_modules": "model.lora.target_modules",
+    "model.use_fused_kernels": "actor.megatron.use_fused_kernels",
+    "model.enable_gradient_checkpointing": Legacy(
+        {
+            True: {
+                "actor.megatron.recompute_granularity": "full",
+                "actor.megatron.recompute_method": "uniform",
+                "actor.megatron.recompute_num_layers": 1,
+            },
+            False: {},
+        },
+        "says whether activations are computed again backward "
+        "(actor.megatron.recompute_granularity=full)",
     ),
     "actor.policy_loss.loss_mode": _only("vanilla", "only the clipped PPO loss is supported"),
     "rollout.calculate_log_probs": _only(True, "the engine always returns log-probs"),
@@ -66,8 +79,11 @@ for _role in _ROLES:
         f"{_megatron}.expert_parallel_size": f"{_megatron}.expert_model_parallel_size",
         f"{_role}.strategy": _only("megatron", "the training engine is Megatron-Core"),
     }
-    for _what in ("param", "grad", "optimizer"):
-        ALIASES[f"{_megatron}.{_what}_offload"] = _only(False, "offloading is not supported yet")
+    ALIASES |= {
+        f"{_megatron}.override_transformer_config": _megatron,
+        f"{_megatron}.override_ddp_config": _megatron,
+        f"{_role}.optim.override_optimizer_config": f"{_role}.optim",
+    }
 
 # Values with another spelling than the field's type allows.
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {

@@ -15,6 +15,8 @@ _LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 _KL_ESTIMATORS = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs")
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "model.lora.target_modules": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    "actor.router_replay.mode": ("disabled", "R2", "R3"),
     "data.truncation": ("error", "filter", "left", "right"),
     "actor.loss_agg_mode": _LOSS_AGGREGATIONS,
     "critic.loss_agg_mode": _LOSS_AGGREGATIONS,
@@ -126,6 +128,19 @@ RANGES: dict[str, Range] = {
     "trainer.log_val_generations": _NOT_NEGATIVE,
     "trainer.critic_warmup": _NOT_NEGATIVE,
     "trainer.fault_timeout_s": _POSITIVE,
+    "model.lora.rank": _NOT_NEGATIVE,
+    "model.lora.alpha": _POSITIVE,
+}
+_MEGATRON_CHOICES: dict[str, tuple[str, ...]] = {
+    "transformer_impl": ("auto", "local", "transformer_engine"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "cp_comm_type": ("a2a", "p2p", "a2a+p2p"),
+    "fp8": ("hybrid", "e4m3"),
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise"),
+    "recompute_granularity": ("selective", "full"),
+    "recompute_method": ("uniform", "block"),
+    "recompute_modules": ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
 }
 for _role in ("actor", "critic"):
     SIZES |= {
@@ -134,7 +149,13 @@ for _role in ("actor", "critic"):
         f"{_role}.ppo_max_token_len_per_gpu",
         f"{_role}.ppo_epochs",
     }
-    CHOICES[f"{_role}.optim.lr_decay_style"] = ("constant", "linear", "cosine")
+    CHOICES |= {
+        f"{_role}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+        f"{_role}.optim.main_grads_dtype": ("fp32", "bf16"),
+        f"{_role}.optim.main_params_dtype": ("fp32", "fp16"),
+        f"{_role}.optim.exp_avg_dtype": ("fp32", "bf16", "fp16"),
+        f"{_role}.optim.exp_avg_sq_dtype": ("fp32", "bf16", "fp16"),
+    }
     RANGES |= {
         f"{_role}.optim.lr": _NOT_NEGATIVE,
         f"{_role}.optim.weight_decay": _NOT_NEGATIVE,
@@ -165,8 +186,15 @@ for _role in ("actor", "critic", "ref"):
     SIZES |= {
         f"{_role}.megatron.num_layers_in_{_kind}_pipeline_stage" for _kind in ("first", "last")
     }
-    CHOICES[f"{_role}.megatron.transformer_impl"] = ("auto", "local", "transformer_engine")
-    CHOICES[f"{_role}.megatron.dtype"] = ("auto", "float32", "bfloat16")
+    CHOICES |= {f"{_role}.megatron.{_key}": names for _key, names in _MEGATRON_CHOICES.items()}
+    SIZES |= {
+        f"{_role}.megatron.recompute_num_layers",
+        f"{_role}.megatron.hierarchical_context_parallel_sizes",
+    }
+    RANGES |= {
+        f"{_role}.megatron.moe_aux_loss_coeff": _NOT_NEGATIVE,
+        f"{_role}.megatron.moe_z_loss_coeff": _NOT_NEGATIVE,
+    }
 
 
 def check_values(config: Config) -> list[Violation]:

@@ -22,12 +22,35 @@ class MegatronConfig:
     account_for_embedding_in_pipeline_split: bool = False  # it takes the place of a layer
     account_for_loss_in_pipeline_split: bool = False
     context_parallel_size: int = 1
+    # a2a (Ulysses) | p2p (ring) | a2a+p2p; all but a2a need Transformer Engine
+    cp_comm_type: str = "a2a"
+    # a2a+p2p: ranks of the inner all-to-all and of the outer ring; their product is the CP size
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     sequence_parallel: bool = True  # in force only where TP > 1
-    use_distributed_optimizer: bool = True
     transformer_impl: str = "auto"  # auto | local | transformer_engine
     dtype: str = "auto"  # auto (float32 on CPU, bfloat16 on GPU) | float32 | bfloat16
+    fp8: str | None = None  # hybrid | e4m3: linear layers in FP8 (Transformer Engine, Hopper on)
+    fp8_recipe: str = "delayed"  # | tensorwise | blockwise
+    # log-probs straight from hidden states, the logits of a few tokens at a time; false: all logits
+    use_fused_kernels: bool = True
+    recompute_granularity: str | None = None  # selective | full: activations again backward
+    recompute_method: str | None = None  # full: uniform | block
+    recompute_num_layers: int | None = None  # full: of a group (uniform) or in all (block)
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # selective
+    param_offload: bool = False  # to the host between this role's phases; likewise below
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False  # with the backward pass
+    overlap_param_gather: bool = False  # of the distributed optimizer, with the forward pass
+    gradient_accumulation_fusion: bool | None = None  # None: where Transformer Engine or Apex is
+    moe_router_load_balancing_type: str = "none"  # | aux_loss | seq_aux_loss | global_aux_loss
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    freeze_moe_router: bool = False
+    moe_grouped_gemm: bool | None = None  # None: with Transformer Engine
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,12 @@ class OptimConfig:
     lr_warmup_steps_ratio: float = 0.0
     lr_decay_style: str = "constant"  # constant | linear | cosine
     min_lr: float = 0.0
+    # Adam's state in the dtypes below, Transformer Engine's or Apex's fused Adam
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"  # fp32 | bf16
+    main_params_dtype: str = "fp32"  # fp32 | fp16
+    exp_avg_dtype: str = "fp32"  # fp32 | bf16 | fp16
+    exp_avg_sq_dtype: str = "fp32"  # fp32 | bf16 | fp16
 
 
 @dataclass(frozen=True)
@@ -53,12 +82,25 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on the actor's linear layers (Hu et al. 2021); alone trained if on."""
+
+    rank: int = 0  # 0: off, the whole model is trained
+    alpha: int = 16  # the adapter's part is scaled by alpha / rank
+    # Megatron's linear layers: linear_qkv, linear_proj, linear_fc1, linear_fc2
+    target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    merge: bool = True  # into the engine's weights at a sync; false: the adapter alone is sent
+    adapter_path: str | None = None  # PEFT folder to start from
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Where the policy's Hugging Face folder lies."""
 
     path: str = "???"
     tokenizer_path: str | None = None  # None: model.path
     trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True)
@@ -81,6 +123,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    """Whether training keeps the experts that an earlier pass chose."""
+
+    # R2: those of the old log-prob pass; R3: the engine's (rollout.enable_rollout_routing_replay)
+    mode: str = "disabled"  # disabled | R2 | R3
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """The policy that is trained."""
 
@@ -99,6 +149,7 @@ class ActorConfig:
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"  # k1 kl | k2 mse | k3 low_var_kl | abs
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
@@ -232,6 +283,7 @@ class TrainerConfig:
     resume_from_path: str | None = None
     max_actor_ckpt_to_keep: int | None = None  # None: all
     critic_warmup: int = 0  # steps that train the critic alone
+    full_determinism: bool = False  # the same numbers bit for bit on the same layout, slower
     balance_batch: bool = True  # spread tokens evenly over the data-parallel ranks
     fault_timeout_s: float = 1800.0  # longest silence of a collective before the job is ended
 

@@ -67,8 +67,12 @@ def coerce(value: Any, key: Key) -> Any:
         items = [value] if isinstance(value, str) else _plain(value, _is_list)
         return [_scalar(item, get_args(kind)[0]) for item in items]
     if origin is tuple:
-        items = _plain(value, lambda v: _is_list(v) and len(v) == len(get_args(kind)))
-        return tuple(_scalar(item, t) for item, t in zip(items, get_args(kind), strict=True))
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            items = [value] if isinstance(value, str) else _plain(value, _is_list)
+            return tuple(_scalar(item, kinds[0]) for item in items)
+        items = _plain(value, lambda v: _is_list(v) and len(v) == len(kinds))
+        return tuple(_scalar(item, t) for item, t in zip(items, kinds, strict=True))
     raise NotImplementedError(f"the schema states a type that has no coercion: {kind}")
 
 
@@ -95,7 +99,7 @@ def _describe(kind: Any) -> str:
         return _SCALARS[kind][1]
     if get_origin(kind) is dict:
         return "a mapping"
-    words = [_describe(arg) for arg in get_args(kind)]
+    words = [_describe(arg) for arg in get_args(kind) if arg is not Ellipsis]
     return f"a list of {words[0]}" if len(words) == 1 else "a list of " + " and ".join(words)
 
 
