@@ -12,7 +12,9 @@ from pathlib import Path
 from benchmarks import record
 
 FOLDER = Path(__file__).resolve().parent
-NOT_BENCHMARKS = {"__init__", "record", "run", "sides"}
+NOT_BENCHMARKS = {
+    "__init__", "cases", "jobs", "precision", "ranks", "record", "run", "sides", "workload",
+}  # fmt: skip
 
 
 def questions() -> dict[str, str]:

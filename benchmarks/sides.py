@@ -50,8 +50,10 @@ TINY = {
 class Weights:
     """The model's logical values: any rank makes any tensor, the same everywhere."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
-        self.tensors, self.device = tensors, device
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], device: torch.device, std: float = 0.02
+    ) -> None:
+        self.tensors, self.device, self.std = tensors, device, std
         self._seeds = {name: seed for seed, name in enumerate(sorted(tensors))}
 
     def make(self, name: str) -> Tensor:
@@ -60,7 +62,7 @@ class Weights:
         generator = torch.Generator(self.device).manual_seed(self._seeds[name])
         dtype = getattr(torch, info.dtype)
         value = torch.empty(info.shape, dtype=dtype, device=self.device)
-        value.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
+        value.normal_(1.0 if "norm" in name else 0.0, self.std, generator=generator)
         return value
 
     def fill(self, layout: Layout, rank: int, params: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("mrl").setLevel(logging.INFO)
     try:
         with insistent_interrupts():
-            arguments.run(arguments)
+            status = arguments.run(arguments)
     except _USER_ERRORS as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks of a launcher see the same input
             print(f"mrl {arguments.command}: {error}", file=sys.stderr)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Process edge: the text names the rank, the call and the remote traceback.
         print(f"mrl {arguments.command}: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(
-        name: str, run: Callable[[argparse.Namespace], None], text: str
+        name: str, run: Callable[[argparse.Namespace], int | None], text: str
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     reshard.add_argument("--natural", action="store_true", help="rank i in engine slot i")
     reshard.add_argument("--plot", metavar="FILE.png", help="draw layouts and traffic")
     reshard.add_argument("--tensor", metavar="NAME", help="the tensor whose slices are drawn")
+    _add_check_layout(
+        add("check-layout", _check_layout, "one batch on several layouts: do the numbers agree?")
+    )
     _add_convert(add("convert", _convert, "a Hugging Face folder to Megatron-Core, and back"))
     quickstart = add("quickstart", _quickstart, "the whole way on a laptop: make, warm up, train")
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="of the last stage")
@@ -165,6 +168,52 @@ def _sft(arguments: argparse.Namespace) -> None:
     from mrl.sft import SFTTrainer
 
     SFTTrainer(config, _tokenizer(config)).fit()
+
+
+def _add_check_layout(check: argparse.ArgumentParser) -> None:
+    check.add_argument("config", help="a YAML file; its data files are used where there are any")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["auto"],
+        metavar="LAYOUT",
+        help="as tp2pp2, cp2,recompute or config; auto (default): those worth a look",
+    )
+    check.add_argument(
+        "--reference",
+        default="tp1,dtype=float32",
+        metavar="LAYOUT",
+        help="default: one rank in float32",
+    )
+    check.add_argument("--rows", type=int, metavar="N", help="of the batch; default: 8 or more")
+    check.add_argument("--ranks", type=int, metavar="N", help="at most, of an automatic layout")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="draw the weights of a model folder that has a config.json alone",
+    )
+
+
+def _check_layout(arguments: argparse.Namespace) -> int:
+    from mrl.config import load_config
+
+    # what follows --layouts may be an override: its key has a dot, a layout has none
+    words = arguments.layouts
+    overrides = [word for word in words if "." in word.partition("=")[0]]
+    config = load_config(arguments.config, [*arguments.overrides, *overrides])
+    from mrl.check_layout.command import Options, run
+
+    options = Options(
+        layouts=[word for word in words if word not in overrides] or ["auto"],
+        reference=arguments.reference,
+        rows=arguments.rows,
+        ranks=arguments.ranks,
+        json=arguments.json,
+        random_weights=arguments.random_weights,
+    )
+    return run(config, options)
 
 
 def _add_convert(convert: argparse.ArgumentParser) -> None:

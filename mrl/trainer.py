@@ -194,7 +194,10 @@ class _Run:
             "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
         )
         with timer("old_log_prob"):
-            old_log_probs, entropies = roles.actor.log_probs(batch.sequences)
+            old_log_probs, entropies, *recorded = roles.actor.log_probs(
+                batch.sequences, batch.routing
+            )
+            batch = replace(batch, routing=recorded[0] if recorded else batch.routing)
         with timer("ref"):
             ref_log_probs = roles.ref.log_probs(batch.sequences) if roles.ref else None
         with timer("values"):

@@ -8,7 +8,7 @@ advantages, masks) have one entry for each *response* token, so their lengths ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Ragged:
             return Ragged(self.values[:0], self.lengths[:0])
         return Ragged.from_rows([rows[i] for i in indices])
 
+    def to(self, device: torch.device) -> Ragged:
+        """Bring the values to a device; the lengths stay on the CPU."""
+        return Ragged(self.values.to(device), self.lengths)
+
     def with_values(self, values: Tensor) -> Ragged:
         """Keep the row lengths under new values [T]."""
         return Ragged(values, self.lengths)
@@ -93,6 +97,8 @@ class Sample:
     text: str  # decoded response without special tokens
     finish_reason: str  # "stop" or "length"
     policy_version: int
+    # [P + R, layers with experts, chosen experts] integers, where the engine reports them
+    routing: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,10 @@ class Batching:
     def __post_init__(self) -> None:
         if (self.micro_batch_size is None) == (self.max_tokens is None):
             raise ValueError("Batching takes either micro_batch_size or max_tokens")
+
+
+# The micro-batches of a data-parallel part: row indices of each, empty where rows run out.
+Cuts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,8 @@ class PolicyBatch:
     advantages: Ragged  # float32
     weights: Ragged  # float32: loss weight of each token, 0 where masked; sums are global
     ref_log_probs: Ragged | None  # float32, present when the loss has a KL term
+    # [tokens, layers with experts, chosen experts], of prompts and responses: to be replayed
+    routing: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -167,6 +179,18 @@ class PolicyBatch:
             self.advantages.select(indices),
             self.weights.select(indices),
             self.ref_log_probs.select(indices) if self.ref_log_probs is not None else None,
+            self.routing.select(indices) if self.routing is not None else None,
+        )
+
+    def to(self, device: torch.device) -> PolicyBatch:
+        """Bring the response columns to a device."""
+        return PolicyBatch(
+            self.sequences,
+            self.old_log_probs.to(device),
+            self.advantages.to(device),
+            self.weights.to(device),
+            self.ref_log_probs.to(device) if self.ref_log_probs is not None else None,
+            self.routing,
         )
 
 
@@ -189,4 +213,13 @@ class ValueBatch:
             self.old_values.select(indices),
             self.returns.select(indices),
             self.weights.select(indices),
+        )
+
+    def to(self, device: torch.device) -> ValueBatch:
+        """Bring the response columns to a device."""
+        return ValueBatch(
+            self.sequences,
+            self.old_values.to(device),
+            self.returns.to(device),
+            self.weights.to(device),
         )

@@ -135,11 +135,6 @@ def test_an_override_without_equals_is_refused(refuse: Refuse) -> None:
     assert "an override must be key=value" in refuse("actor.optim.lr")
 
 
-def test_a_layout_that_cannot_be_trained_yet_is_refused(refuse: Refuse) -> None:
-    message = refuse("actor.megatron={tensor_model_parallel_size: 1, context_parallel_size: 2}")
-    assert "actor.megatron.context_parallel_size = 2" in message
-
-
 def test_supervised_training_refuses_rows_without_a_response(refuse: Refuse) -> None:
     assert "response" in refuse("algorithm.adv_estimator=grpo", "trainer.critic_warmup=0",
                                 "algorithm.use_kl_in_reward=false", command="sft")  # fmt: skip

@@ -21,7 +21,7 @@ LEVELS = (
     {"resharding"},
     {"workers"},
     {"checkpoint", "tracking"},
-    {"trainer", "sft", "validation"},
+    {"trainer", "sft", "validation", "check_layout"},
     {"cli", "interrupts", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

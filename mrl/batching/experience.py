@@ -22,6 +22,7 @@ class Experience:
     sequences: Sequences
     mask: Ragged  # bool: every response token
     rollout_log_probs: Ragged  # float32
+    routing: Ragged | None = None  # as in PolicyBatch
 
     @property
     def num_tokens(self) -> int:
@@ -35,12 +36,14 @@ def collect(groups: Sequence[Sequence[Sample]]) -> Experience:
     rows = [torch.tensor(s.prompt_ids + s.response_ids, dtype=torch.int64) for s in samples]
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
     log_probs = torch.tensor([x for s in samples for x in s.log_probs], dtype=torch.float32)
+    routing = [sample.routing for sample in samples if sample.routing is not None]
     return Experience(
         samples,
         tuple(sample.uid for sample in samples),
         Sequences(Ragged.from_rows(rows), lengths),
         full_mask(lengths),
         Ragged(log_probs, lengths),
+        Ragged.from_rows(routing) if routing else None,
     )
 
 
@@ -77,9 +80,11 @@ def policy_batches(
 
     def build(weights: Ragged, rows: list[int], sequences: Sequences) -> PolicyBatch:
         reference = ref_log_probs.select(rows) if ref_log_probs is not None else None
+        routing = experience.routing.select(rows) if experience.routing is not None else None
         return PolicyBatch(
-            sequences, old_log_probs.select(rows), advantages.select(rows), weights, reference
-        )
+            sequences, old_log_probs.select(rows), advantages.select(rows), weights, reference,
+            routing,
+        )  # fmt: skip
 
     return _batches(experience, splits, loss_mask, agg_mode, build)
 

@@ -28,9 +28,9 @@ def by_tokens(
 ) -> list[list[int]]:
     """Pack rows into few micro-batches of at most `max_tokens` tokens each.
 
-    Ranks of a data-parallel group must run the same number of micro-batches: call this, take the
-    largest count over the ranks, and call it again with that as `min_count`. A micro-batch that
-    is left empty is to be run with zero weight.
+    Ranks of a data-parallel group run the same number of micro-batches: `shares` takes the largest
+    count over the ranks and asks again with that as `min_count`. A micro-batch that is left empty
+    is run with zero weight.
 
     A row longer than the budget runs alone, and one warning says so.
 
@@ -99,9 +99,17 @@ def _warn_over_long(lengths: Sequence[int], max_tokens: int) -> None:
         )
 
 
-def cut(lengths: Sequence[int], batching: Batching) -> list[list[int]]:
-    """Cut a rank's rows into micro-batches of row indices; at least one, which may be empty."""
-    if batching.micro_batch_size is not None:
-        return fixed(lengths, batching.micro_batch_size) or [[]]
-    assert batching.max_tokens is not None
-    return by_tokens(lengths, batching.max_tokens)
+def cut(
+    lengths: Sequence[int], batching: Batching, min_count: int = 1, multiple_of: int = 1
+) -> list[list[int]]:
+    """Cut a rank's rows into micro-batches of row indices, of which some may be empty.
+
+    There are at least `min_count`, and a multiple of `multiple_of`.
+    """
+    if batching.max_tokens is not None:
+        return by_tokens(lengths, batching.max_tokens, min_count, multiple_of)
+    assert batching.micro_batch_size is not None
+    batches = fixed(lengths, batching.micro_batch_size)
+    count = max(len(batches), min_count)
+    count += -count % multiple_of
+    return batches + [[] for _ in range(count - len(batches))]

@@ -82,8 +82,9 @@ for _role in _ROLES:
     ALIASES |= {
         f"{_megatron}.override_transformer_config": _megatron,
         f"{_megatron}.override_ddp_config": _megatron,
-        f"{_role}.optim.override_optimizer_config": f"{_role}.optim",
     }
+for _role in ("actor", "critic"):
+    ALIASES[f"{_role}.optim.override_optimizer_config"] = f"{_role}.optim"
 
 # Values with another spelling than the field's type allows.
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks
-from mrl.config.schema import Config
+from mrl.config.schema import Config, LoraConfig
 
 
 def find_warnings(config: Config) -> tuple[str, ...]:
     """Say in words what a legal config does that its author may not mean."""
-    found = [*_sampling(config)]
+    found = [*_sampling(config), *_unused_adapter(config.model.lora)]
     for role in enabled_roles(config):
-        found += _unused_sizes(role) + _budget(config, role)
+        found += _unused_sizes(role) + _budget(config, role) + _scales(role)
+        found += _offload_to_itself(config, role)
     return tuple(dict.fromkeys(found))  # roles that share a key say it once
 
 
@@ -32,6 +33,38 @@ def _sampling(config: Config) -> list[str]:
             f"{replicas - config.data.train_batch_size} of {replicas} engine replicas get no prompt"
         )
     return found
+
+
+def _scales(role: RoleSettings) -> list[str]:
+    m, key = role.megatron, f"{role.keys['megatron']}.fp8_recipe"
+    if m.fp8 is None or m.fp8_recipe != "delayed":
+        return []
+    return [
+        f"{key}=delayed: scales come from earlier training steps, so the passes before the first "
+        "one run at scale 1; tensorwise and blockwise scale what they see"
+    ]
+
+
+def _offload_to_itself(config: Config, role: RoleSettings) -> list[str]:
+    m, section = role.megatron, role.keys["megatron"]
+    keys = [key for key in ("param_offload", "grad_offload", "optimizer_offload") if vars(m)[key]]
+    if config.trainer.device != "cpu" or not keys:
+        return []
+    return [f"{section}.{key}=true frees no memory: trainer.device=cpu is the host" for key in keys]
+
+
+def _unused_adapter(lora: LoraConfig) -> list[str]:
+    default = LoraConfig()
+    if lora.rank > 0:
+        return []
+    return [
+        f"model.lora.{name}={value} is not used: model.lora.rank=0 trains the whole model"
+        for name, value, usual in (
+            ("alpha", lora.alpha, default.alpha),
+            ("target_modules", list(lora.target_modules), list(default.target_modules)),
+        )
+        if value != usual
+    ]
 
 
 def _unused_sizes(role: RoleSettings) -> list[str]:

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mrl.config.check_batch import check_batch
+from mrl.config.check_lora import check_adapter_files, check_lora
+from mrl.config.check_memory import check_memory
 from mrl.config.check_model import TRAINABLE_TYPES, check_model, read_shape
+from mrl.config.check_moe import check_moe
+from mrl.config.check_precision import check_precision
 from mrl.config.check_values import SIZES, check_values
 from mrl.config.errors import Violation, raise_any
 from mrl.config.roles import enabled_roles, world_size
@@ -22,19 +26,16 @@ def check_config(config: Config) -> tuple[Violation, ...]:
     placed = list(_check_placement(config))
     # the arithmetic divides by these
     if not any(v.key in SIZES for v in found) and not placed:
-        found += [*check_model(config), *check_batch(config)]
+        found += [*check_model(config), *check_batch(config), *check_memory(config)]
+    found += check_lora(config)
+    found += check_moe(config)
+    found += check_precision(config)
     return tuple(_once([*found, *placed]))
 
 
 def check_trainable(config: Config) -> None:
-    """Refuse layouts that can be planned but not trained yet; raises `ConfigError`."""
+    """Refuse models that can be planned but not trained yet; raises `ConfigError`."""
     found = []
-    for role in enabled_roles(config):
-        m, section = role.megatron, role.keys["megatron"]
-        if m.context_parallel_size > 1:
-            rule = "can be planned but not trained yet"
-            key = f"{section}.context_parallel_size"
-            found.append(Violation(key, m.context_parallel_size, rule, "1"))
     shape = read_shape("model.path", config.model.path)
     if shape is not None and shape.model_type not in TRAINABLE_TYPES:
         rule = f"model_type {shape.model_type!r} can be planned and converted but not trained yet"
@@ -65,6 +66,7 @@ def check_files(config: Config) -> None:
     resume = config.trainer.resume_from_path
     if config.trainer.resume_mode == "resume_path" and resume and not Path(resume).is_dir():
         found.append(Violation("trainer.resume_from_path", resume, "no such folder"))
+    found += check_adapter_files(config)
     raise_any(found)
 
 

@@ -127,11 +127,8 @@ def _check_layout(
     config: Config, role: RoleSettings, shape: ModelShape | None
 ) -> Iterator[Violation]:
     m, world, section = role.megatron, len(trainer_ranks(config)), role.keys["megatron"]
-    tp, pp, cp = (
-        m.tensor_model_parallel_size,
-        m.pipeline_model_parallel_size,
-        m.context_parallel_size,
-    )
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    cp = m.context_parallel_size
     key = f"{section}.tensor_model_parallel_size"
     legal = _legal_tps(world, pp * cp, shape)
     if world % role.ranks_a_replica:
@@ -145,15 +142,43 @@ def _check_layout(
     if shape is not None:
         if reason := shape.rejects_tp(tp):
             yield Violation(key, tp, f"{reason} of {shape.path}", legal)
-        elif shape.heads // tp % cp:
-            yield Violation(
-                f"{section}.context_parallel_size",
-                cp,
-                f"must divide the {shape.heads // tp} attention heads that tp {tp} leaves a rank",
-            )
         yield from _check_layers(world, role, shape)
+    yield from _check_context(config, role, shape)
     yield from _check_chunks(role)
     yield from _check_experts(world, role, shape)
+
+
+def _check_context(
+    config: Config, role: RoleSettings, shape: ModelShape | None
+) -> Iterator[Violation]:
+    m, section = role.megatron, role.keys["megatron"]
+    cp, tp = m.context_parallel_size, m.tensor_model_parallel_size
+    kind, sizes = m.cp_comm_type, m.hierarchical_context_parallel_sizes
+    sizes_key = f"{section}.hierarchical_context_parallel_sizes"
+    if kind != "a2a+p2p" and sizes is not None:
+        yield Violation(sizes_key, sizes, "is for cp_comm_type=a2a+p2p", "null")
+        return
+    if cp == 1:
+        if kind != "a2a":
+            rule = "has no effect with context_parallel_size=1"
+            yield Violation(f"{section}.cp_comm_type", kind, rule, "a2a")
+        return
+    if kind == "a2a+p2p" and (sizes is None or sizes[0] * sizes[1] != cp):
+        rule = f"cp_comm_type=a2a+p2p needs two sizes whose product is cp {cp}: all-to-all, ring"
+        yield Violation(sizes_key, sizes, rule, f"[2, {cp // 2}]" if cp % 2 == 0 else "")
+        return
+    on_cpu = config.trainer.device == "cpu"
+    if kind != "a2a" and (on_cpu or m.transformer_impl == "local" or m.dtype == "float32"):
+        rule = "runs through Transformer Engine, in bfloat16 on a GPU"
+        yield Violation(f"{section}.cp_comm_type", kind, rule, "a2a")
+    exchanged = {"a2a": cp, "p2p": 1, "a2a+p2p": sizes[0] if sizes else 1}[kind]
+    if shape is not None and not shape.rejects_tp(tp) and shape.heads // tp % exchanged:
+        yield Violation(
+            f"{section}.context_parallel_size",
+            cp,
+            f"its all-to-all over {exchanged} ranks must divide the {shape.heads // tp} attention "
+            f"heads that tp {tp} leaves a rank; cp_comm_type=p2p needs no such thing",
+        )
 
 
 def _check_layers(world: int, role: RoleSettings, shape: ModelShape) -> Iterator[Violation]:

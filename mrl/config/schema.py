@@ -32,7 +32,8 @@ class MegatronConfig:
     transformer_impl: str = "auto"  # auto | local | transformer_engine
     dtype: str = "auto"  # auto (float32 on CPU, bfloat16 on GPU) | float32 | bfloat16
     fp8: str | None = None  # hybrid | e4m3: linear layers in FP8 (Transformer Engine, Hopper on)
-    fp8_recipe: str = "delayed"  # | tensorwise | blockwise
+    # tensorwise and blockwise scale what they see; delayed takes scales from earlier steps
+    fp8_recipe: str = "tensorwise"  # | blockwise | delayed
     # log-probs straight from hidden states, the logits of a few tokens at a time; false: all logits
     use_fused_kernels: bool = True
     recompute_granularity: str | None = None  # selective | full: activations again backward
@@ -126,7 +127,7 @@ class DataConfig:
 class RouterReplayConfig:
     """Whether training keeps the experts that an earlier pass chose."""
 
-    # R2: those of the old log-prob pass; R3: the engine's (rollout.enable_rollout_routing_replay)
+    # R2: those of the old log-prob pass; R3: the engine's, vLLM alone
     mode: str = "disabled"  # disabled | R2 | R3
 
 

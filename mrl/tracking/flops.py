@@ -11,19 +11,21 @@ from collections.abc import Sequence
 from mrl.resharding.families import ModelShape
 
 
-def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def forward_flops(shape: ModelShape, lengths: Sequence[int], predicted: int | None = None) -> float:
     """Count the FLOPs of one forward pass over sequences of these lengths.
 
-    Of experts those that a token is sent to count, and the router.
+    Of experts those that a token is sent to count, and the router. The head counts for `predicted`
+    tokens, those whose log-prob is asked for (None: for all).
     """
     weights = shape.num_layers * _attention_weights(shape)
     weights += sum(_mlp_weights(shape, layer) for layer in range(shape.num_layers))
-    per_token = 2 * (weights + shape.hidden_size * shape.vocab_size)
+    tokens = sum(lengths)
+    head = 2 * shape.hidden_size * shape.vocab_size * (tokens if predicted is None else predicted)
     # Scores and their product with values: 2 FLOPs each a pair and channel, half the pairs.
     value_dim = shape.mla.v_head_dim if shape.mla else shape.head_dim
     channels = 2 * shape.num_heads * (shape.head_dim + value_dim)
     pairs = sum(length**2 for length in lengths) / 2
-    return float(per_token * sum(lengths) + shape.num_layers * channels * pairs)
+    return float(2 * weights * tokens + head + shape.num_layers * channels * pairs)
 
 
 def _attention_weights(shape: ModelShape) -> int:
@@ -47,9 +49,11 @@ def _mlp_weights(shape: ModelShape, layer: int) -> int:
     return shape.hidden_size * (3 * width + moe.num_experts)
 
 
-def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def training_flops(
+    shape: ModelShape, lengths: Sequence[int], predicted: int | None = None
+) -> float:
     """Count forward and backward: the backward pass costs twice the forward one."""
-    return 3 * forward_flops(shape, lengths)
+    return 3 * forward_flops(shape, lengths, predicted)
 
 
 # Dense bfloat16 FLOP/s by the vendor's data sheet; the first name that the device's name contains.

@@ -37,7 +37,8 @@ class Rates:
         """
         responses = len(batch.mask.values)
         rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
-        flops = self.epochs * training_flops(self.shape, batch.sequences.tokens.lengths.tolist())
+        lengths = batch.sequences.tokens.lengths.tolist()
+        flops = self.epochs * training_flops(self.shape, lengths, responses)
         share = mfu(flops, timings["timing_s/update_actor"], self.trainer_ranks, self.peak)
         if share is not None and updated:
             rates["perf/mfu/actor"] = share

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+import torch
 from torch import Tensor
 
 from mrl.algorithms.losses import entropy_loss, kl_loss, policy_loss
 from mrl.algorithms.reductions import Max, Mean, Metric, Sum
-from mrl.types import Batching, PolicyBatch, Ragged, Sequences
+from mrl.types import Cuts, PolicyBatch, Ragged, Sequences
 from mrl.workers.megatron.engine import MegatronEngine
+from mrl.workers.megatron.moe import METRICS as EXPERT_METRICS
 from mrl.workers.megatron.optimizer import Update
 from mrl.workers.specs import PolicyLossSpec
 
@@ -21,13 +24,15 @@ class Actor:
     def __init__(self, engine: MegatronEngine, loss: PolicyLossSpec) -> None:
         self.engine, self.spec = engine, loss
 
-    def log_probs(self, sequences: Sequences, batching: Batching) -> tuple[Ragged, Ragged] | None:
-        """Give log-probs and entropies of the response tokens."""
-        return self.engine.log_probs(sequences, batching)
+    def log_probs(
+        self, sequences: Sequences, cuts: Cuts, routing: Ragged | None = None
+    ) -> tuple[Ragged, ...] | None:
+        """Give log-probs and entropies of the response tokens, then the routing if recorded."""
+        return self.engine.log_probs(sequences, cuts, routing)
 
-    def update(self, batch: PolicyBatch, batching: Batching) -> Mapping[str, Metric] | None:
+    def update(self, batch: PolicyBatch, cuts: Cuts) -> Mapping[str, Metric] | None:
         """Take one optimizer step; report this data-parallel part's metrics."""
-        sums, update = self.engine.train(batch, batching, self._loss)
+        sums, update = self.engine.train(batch, cuts, self._loss)
         if not self.engine.is_output_rank:
             return None
         tokens = sums["tokens"]
@@ -38,14 +43,15 @@ class Actor:
             "actor/pg_clipfrac_lower": Mean(sums["clipped_lower"], tokens),
             "actor/ppo_kl": Mean(sums["kl"], tokens),
             **update_metrics("actor", update),
+            **batch_metrics("actor", sums, cuts),
         }
         if batch.ref_log_probs is not None:
             metrics["actor/kl_loss"] = Sum(sums["kl_loss"])
         return metrics
 
-    def supervise(self, batch: PolicyBatch, batching: Batching) -> Mapping[str, Metric] | None:
+    def supervise(self, batch: PolicyBatch, cuts: Cuts) -> Mapping[str, Metric] | None:
         """Take one supervised step: weighted negative log-likelihood of the responses."""
-        sums, update = self.engine.train(batch, batching, _supervised_loss)
+        sums, update = self.engine.train(batch, cuts, _supervised_loss)
         if not self.engine.is_output_rank:
             return None
         return {"sft/loss": Sum(sums["loss"]), **update_metrics("sft", update)}
@@ -62,12 +68,12 @@ class Actor:
         self, output: tuple[Tensor, Tensor], batch: PolicyBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropies = output
-        spec, device = self.spec, log_probs.device
-        weights = batch.weights.values.to(device)
+        spec = self.spec
+        weights = batch.weights.values
         policy = policy_loss(
             log_probs,
-            batch.old_log_probs.values.to(device),
-            batch.advantages.values.to(device),
+            batch.old_log_probs.values,
+            batch.advantages.values,
             weights,
             spec.clip_low,
             spec.clip_high,
@@ -84,7 +90,7 @@ class Actor:
             "tokens": policy.num_tokens,
         }
         if batch.ref_log_probs is not None:
-            reference = batch.ref_log_probs.values.to(device)
+            reference = batch.ref_log_probs.values
             sums["kl_loss"] = kl_loss(log_probs, reference, weights, spec.kl_loss_type)
             loss = loss + spec.kl_loss_coef * sums["kl_loss"]
         return loss, sums
@@ -92,12 +98,37 @@ class Actor:
 
 def update_metrics(role: str, update: Update) -> dict[str, Metric]:
     """Name what an optimizer step reports; every rank holds the same numbers."""
-    return {f"{role}/grad_norm": Max(update.grad_norm), f"{role}/lr": Max(update.lr)}
+    return {
+        f"{role}/grad_norm": Max(update.grad_norm),
+        f"{role}/lr": Max(update.lr),
+        **memory_metrics(),
+    }
+
+
+def memory_metrics() -> dict[str, Metric]:
+    """Give the most device memory used so far and the host's in use; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "perf/max_memory_allocated_gb": Max(torch.cuda.max_memory_allocated() / 1e9),
+        "perf/max_memory_reserved_gb": Max(torch.cuda.max_memory_reserved() / 1e9),
+        "perf/cpu_memory_used_gb": Max(psutil.virtual_memory().used / 1e9),
+    }
+
+
+def batch_metrics(role: str, sums: Mapping[str, float], cuts: Cuts) -> dict[str, Metric]:
+    """Say how a mini-batch was cut and padded, and how its tokens were spread over experts."""
+    return {
+        f"perf/micro_batches/{role}": Max(len(cuts)),
+        f"perf/padding/{role}": Mean(sums["padding"], sums["row_tokens"]),
+        # of the whole step already, the same on every rank
+        **{f"{role}/{name}": Max(sums[name]) for name in EXPERT_METRICS if name in sums},
+    }
 
 
 def _supervised_loss(
     output: tuple[Tensor, Tensor], batch: PolicyBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     log_probs, _ = output
-    loss = -(log_probs * batch.weights.values.to(log_probs.device)).sum()
+    loss = -(log_probs * batch.weights.values).sum()
     return loss, {"loss": loss}

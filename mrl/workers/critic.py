@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mrl.algorithms.losses import value_loss
 from mrl.algorithms.reductions import Mean, Metric, Sum
-from mrl.types import Batching, Ragged, Sequences, ValueBatch
-from mrl.workers.actor import update_metrics
+from mrl.types import Cuts, Ragged, Sequences, ValueBatch
+from mrl.workers.actor import batch_metrics, update_metrics
 from mrl.workers.megatron.engine import MegatronEngine
 
 
@@ -20,13 +20,13 @@ class Critic:
     def __init__(self, engine: MegatronEngine, cliprange_value: float) -> None:
         self.engine, self.cliprange_value = engine, cliprange_value
 
-    def values(self, sequences: Sequences, batching: Batching) -> Ragged | None:
+    def values(self, sequences: Sequences, cuts: Cuts) -> Ragged | None:
         """Give values at the response tokens."""
-        return self.engine.values(sequences, batching)
+        return self.engine.values(sequences, cuts)
 
-    def update(self, batch: ValueBatch, batching: Batching) -> Mapping[str, Metric] | None:
+    def update(self, batch: ValueBatch, cuts: Cuts) -> Mapping[str, Metric] | None:
         """Take one optimizer step on the clipped squared error."""
-        sums, update = self.engine.train(batch, batching, self._loss)
+        sums, update = self.engine.train(batch, cuts, self._loss)
         if not self.engine.is_output_rank:
             return None
         return {
@@ -34,6 +34,7 @@ class Critic:
             "critic/vf_clipfrac": Mean(sums["clipped"], sums["tokens"]),
             "critic/vpred_mean": Mean(sums["predicted"], sums["tokens"]),
             **update_metrics("critic", update),
+            **batch_metrics("critic", sums, cuts),
         }
 
     def save(self, folder: Path) -> tuple[str, ...]:
@@ -45,12 +46,11 @@ class Critic:
         self.engine.load(folder)
 
     def _loss(self, values: Tensor, batch: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        device = values.device
         result = value_loss(
             values,
-            batch.old_values.values.to(device),
-            batch.returns.values.to(device),
-            batch.weights.values.to(device),
+            batch.old_values.values,
+            batch.returns.values,
+            batch.weights.values,
             self.cliprange_value,
         )
         sums = {

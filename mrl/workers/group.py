@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.algorithms.reductions import Metric, merge
-from mrl.batching.balance import balance, sequence_cost
+from mrl.algorithms.reductions import Max, Metric, merge
+from mrl.batching.balance import sequence_cost
+from mrl.batching.shares import Share, imbalance, shares
 from mrl.resharding.sync import SyncStats
 from mrl.types import (
     Batching,
@@ -65,6 +66,7 @@ class MegatronRanks:
     cp: int
     dp: int
     pp: int
+    interleaved: bool = False  # stages of several chunks: whole rounds of micro-batches
 
     @property
     def all(self) -> range:
@@ -93,9 +95,12 @@ class TrainGroup:
         self.batching, self.log_prob_batching = batching, log_prob_batching
         self.hidden_size, self.balanced = hidden_size, balanced
 
-    def log_probs(self, sequences: Sequences) -> Any:
-        """Give log-probs (and for the actor entropies) of the response tokens, rows in order."""
-        return self._columns("log_probs", sequences)
+    def log_probs(self, sequences: Sequences, routing: Ragged | None = None) -> Any:
+        """Give log-probs (and for the actor entropies) of the response tokens, rows in order.
+
+        Routers repeat the choices of `routing`; an actor that records its own gives them third.
+        """
+        return self._columns("log_probs", sequences, *([] if routing is None else [routing]))
 
     def values(self, sequences: Sequences) -> Ragged:
         """Give values at the response tokens, rows in order."""
@@ -106,8 +111,9 @@ class TrainGroup:
     ) -> Mapping[str, Metric]:
         """Take one optimizer step on a mini-batch; its metrics are reduced over the ranks."""
         parts = self._split(batch.sequences, self.batching)
-        answers = self._scatter(method, [(batch.select(p), self.batching) for p in parts])
-        return merge(answers)
+        answers = self._scatter(method, [(batch.select(p.rows), p.cuts) for p in parts])
+        balance = Max(imbalance(self._costs(batch.sequences), parts))
+        return {**merge(answers), f"perf/imbalance/{self.role}": balance}
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state below `folder`.
@@ -128,27 +134,33 @@ class TrainGroup:
         """Read what `save` wrote."""
         call_all(self.pool, self.ranks.all, self.role, "load", folder)
 
-    def _columns(self, method: str, sequences: Sequences) -> Any:
+    def _columns(self, method: str, sequences: Sequences, *columns: Ragged) -> Any:
         parts = self._split(sequences, self.log_prob_batching)
-        calls = [(sequences.select(part), self.log_prob_batching) for part in parts]
+        calls = [
+            (sequences.select(p.rows), p.cuts, *(c.select(p.rows) for c in columns)) for p in parts
+        ]
         answers = self._scatter(method, calls)
-        order = [i for part in parts for i in part]
+        order = [i for part in parts for i in part.rows]
         inverse = sorted(range(len(order)), key=order.__getitem__)
         if isinstance(answers[0], tuple):
-            columns = zip(*answers, strict=True)
-            return tuple(Ragged.concat(column).select(inverse) for column in columns)
+            found = zip(*answers, strict=True)
+            return tuple(Ragged.concat(column).select(inverse) for column in found)
         return Ragged.concat(answers).select(inverse)
 
-    def _split(self, sequences: Sequences, batching: Batching) -> list[list[int]]:
-        """Share rows over the data-parallel parts by cost, equal in number where batches are."""
+    def _costs(self, sequences: Sequences) -> list[float]:
         lengths = sequences.tokens.lengths.tolist()
-        equal = batching.micro_batch_size is not None and len(lengths) % self.ranks.dp == 0
-        if not self.balanced:
-            dp = self.ranks.dp
-            return [list(range(i * len(lengths) // dp, (i + 1) * len(lengths) // dp))
-                    for i in range(dp)]  # fmt: skip
-        costs = [sequence_cost(length, self.hidden_size) for length in lengths]
-        return balance(costs, self.ranks.dp, equal_counts=equal)
+        return [sequence_cost(length, self.hidden_size) for length in lengths]
+
+    def _split(self, sequences: Sequences, batching: Batching) -> list[Share]:
+        """Share rows over the data-parallel parts and cut them into micro-batches."""
+        return shares(
+            sequences.tokens.lengths.tolist(),
+            self._costs(sequences),
+            batching,
+            self.ranks.dp,
+            self.ranks.pp if self.ranks.interleaved else 1,
+            self.balanced,
+        )
 
     def _scatter(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send each data-parallel part its call; give one answer a part, in part order."""

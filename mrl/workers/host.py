@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from mrl.config.roles import ROLES
 from mrl.config.schema import MegatronConfig
+from mrl.workers.determinism import deterministic_algorithms
 from mrl.workers.specs import JobSpec, RankInfo, RoleSpec, RolloutSpec
 from mrl.workers.worlds import worlds
+
+if TYPE_CHECKING:
+    from mrl.workers.megatron.offload import RoleMemory
 
 
 class WorkerHost:
@@ -26,6 +32,7 @@ class WorkerHost:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.device = _device(spec.device)
+        self._deterministic = spec.deterministic
         self._join(spec, store)
         everyone = range(self.world_size)
         self._everyone, self._trainer, self._engine = worlds(
@@ -33,11 +40,12 @@ class WorkerHost:
             datetime.timedelta(seconds=spec.timeout_s),
         )
         self._roles: dict[str, Any] = {"host": self}
+        self._memories: dict[str, RoleMemory] = {}
         # The engine comes first: it measures the memory that is free for it.
         if spec.rollout is not None and self._engine.is_member:
             self._build_rollout(spec, spec.rollout)
         if self._trainer.is_member:
-            with self._trainer.active():
+            with self._trainer.active(), deterministic_algorithms(spec.deterministic):
                 self._build_megatron(spec)
         if spec.rollout is not None:
             self._build_sync(spec, spec.rollout)
@@ -50,8 +58,18 @@ class WorkerHost:
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Run a role's method on this rank; the role `host` is the rank itself."""
-        with self._worlds[role].active():
+        # the engine's kernels have no such forms: there seeds and equal batches must do
+        exact = self._deterministic and role in ROLES
+        with self._worlds[role].active(), deterministic_algorithms(exact):
+            self._make_room(role)
             return getattr(self._roles[role], method)(*args)
+
+    def _make_room(self, role: str) -> None:
+        """Free the memory that other roles on this device can do without."""
+        for name, memory in self._memories.items():
+            if name != role != "host":
+                # a sync reads the actor's parameters, and frees them itself
+                memory.give_back(keep_params=(name, role) == ("actor", "sync"))
 
     def describe(self) -> RankInfo:
         """Say where this rank runs."""
@@ -92,6 +110,7 @@ class WorkerHost:
         actor = self._roles["actor"].engine.weights if self._trainer.is_member else None
         self._roles["sync"] = WeightSync(
             actor,
+            self._memories.get("actor"),
             self._roles["rollout"] if self._engine.is_member else None,
             rollout,
             spec.ranks_per_node,
@@ -108,15 +127,22 @@ class WorkerHost:
         made: dict[MegatronConfig, ParallelGroups] = {}  # roles of one layout share their groups
 
         def engine(role: RoleSpec) -> MegatronEngine:
-            if role.layout not in made:
-                made[role.layout] = ParallelGroups(role.layout, spec.seed, spec.timeout_s)
-            return MegatronEngine(role, made[role.layout], self.device)
+            place = replace(
+                role.layout, param_offload=False, grad_offload=False, optimizer_offload=False
+            )
+            if place not in made:
+                made[place] = ParallelGroups(place, spec.seed, spec.timeout_s)
+            engine = MegatronEngine(role, made[place], self.device)
+            self._memories[role.name] = engine.memory
+            engine.memory.give_back()  # the next role is built in its place
+            return engine
 
         self._roles["actor"] = Actor(engine(spec.actor), spec.policy_loss)
         if spec.critic is not None:
             self._roles["critic"] = Critic(engine(spec.critic), spec.cliprange_value)
         if spec.ref is not None:
-            self._roles["ref"] = Reference(engine(spec.ref))
+            actor = self._roles["actor"].engine
+            self._roles["ref"] = Reference(actor if spec.ref_is_actors_base else engine(spec.ref))
 
 
 def _device(kind: str) -> torch.device:

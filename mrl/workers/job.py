@@ -43,7 +43,7 @@ def device_of(config: Config) -> str:
 
 def supervised_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     """Cut the job of supervised training: the actor alone, one optimizer step a step."""
-    spec = _without_engine(config, plan, total_steps)
+    spec = training_job_spec(config, plan, total_steps)
     actor = replace(spec.actor, total_steps=total_steps, temperature=1.0)
     return replace(spec, actor=actor, critic=None, ref=None)
 
@@ -53,6 +53,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
 
     Raises ValueError where actor or engine cannot be laid out.
     """
+    lora = config.model.lora
     rollout = RolloutSpec(
         config=config.rollout,
         path=str(Path(config.model.path).absolute()),
@@ -61,11 +62,14 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         trust_remote_code=config.model.trust_remote_code,
         resharding=config.resharding,
         slots=_engine_slots(config, plan),
+        returns_routing=config.actor.router_replay.mode == "R3",
+        lora=lora if lora.rank > 0 and not lora.merge else None,
     )
-    return replace(_without_engine(config, plan, total_steps), rollout=rollout)
+    return replace(training_job_spec(config, plan, total_steps), rollout=rollout)
 
 
-def _without_engine(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
+def training_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
+    """Cut the job of actor, critic and reference, as `job_spec` does, without an engine."""
     actor = config.actor
     return JobSpec(
         actor=_role(config, plan, "actor", total_steps),
@@ -87,6 +91,7 @@ def _without_engine(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
         ranks_per_node=config.trainer.n_gpus_per_node,
         seed=config.trainer.seed,
         timeout_s=config.trainer.fault_timeout_s,
+        deterministic=config.trainer.full_determinism,
     )
 
 
@@ -118,6 +123,8 @@ def _role(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpe
         total_steps=total_steps * plan.roles[name].optimizer_steps,
         temperature=config.rollout.temperature,
         trust_remote_code=config.model.trust_remote_code,
+        router_replay=config.actor.router_replay.mode if name == "actor" else "disabled",
+        lora=config.model.lora if name == "actor" and config.model.lora.rank > 0 else None,
     )
 
 
@@ -130,7 +137,13 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Ro
         return TrainGroup(
             pool,
             name,
-            MegatronRanks(role.layout.tp, role.layout.cp, role.dp, role.layout.pp),
+            MegatronRanks(
+                role.layout.tp,
+                role.layout.cp,
+                role.dp,
+                role.layout.pp,
+                interleaved=role.layout.vpp is not None,
+            ),
             _batching(role.micro_batch_size, role.max_token_len),
             _batching(role.log_prob_micro_batch_size, role.log_prob_max_token_len),
             shape.hidden_size,
@@ -168,7 +181,7 @@ def serve_as_rank(config: Config) -> bool:
     os.environ.update(environment)
     if environment["RANK"] == "0":
         return False
-    serve_rank(device_of(config))
+    serve_rank(device_of(config), config.trainer.full_determinism)
     return True
 
 
@@ -242,4 +255,4 @@ def _run_launched(plan: RunPlan, spec: JobSpec, control: Control) -> None:
         finally:
             pool.close()
 
-    run_under_launcher(spec.device, run)
+    run_under_launcher(spec.device, run, spec.deterministic)

@@ -71,7 +71,13 @@ class RayPool:
             # Ray shows each actor its own GPU, so every rank is local rank 0 to itself.
             local = 0 if gpus else rank
             environment = rank_environment(
-                rank, local, self.world_size, node_size, spec.device, os.environ
+                rank,
+                local,
+                self.world_size,
+                node_size,
+                spec.device,
+                os.environ,
+                spec.deterministic,
             )
             if host == "127.0.0.1" or not os.environ.get("RAY_ADDRESS"):
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from mrl.types import Batching, Ragged, Sequences
+from mrl.types import Cuts, Ragged, Sequences
 from mrl.workers.megatron.engine import MegatronEngine
 
 
 class Reference:
-    """A policy that only scores."""
+    """A policy that only scores: a model of its own, or the actor's without its adapters."""
 
     def __init__(self, engine: MegatronEngine) -> None:
         self.engine = engine
 
-    def log_probs(self, sequences: Sequences, batching: Batching) -> Ragged | None:
+    def log_probs(self, sequences: Sequences, cuts: Cuts) -> Ragged | None:
         """Give log-probs of the response tokens."""
-        outputs = self.engine.log_probs(sequences, batching)
+        with self.engine.weights.unadapted():
+            outputs = self.engine.log_probs(sequences, cuts)
         return outputs[0] if outputs is not None else None

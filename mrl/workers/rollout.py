@@ -43,6 +43,13 @@ class Engine(Protocol):
         """Take whole checkpoint tensors through the engine's own loader."""
         ...
 
+    def adapt(self, adapter: Mapping[str, Tensor]) -> None:
+        """Compute with this adapter from now on: whole A's and B's by PEFT's names.
+
+        The tensors are the engine's to change.
+        """
+        ...
+
     def sleep(self) -> None:
         """Give the memory of weights and cache back."""
         ...

@@ -119,6 +119,10 @@ class HFEngine:
         for name, tensor in weights:
             live[name].data.copy_(tensor)
 
+    def adapt(self, adapter: Mapping[str, Tensor]) -> None:
+        """Refuse: `model.lora.merge=false` is checked to come with vLLM."""
+        raise NotImplementedError("rollout.name=hf takes merged weights only")
+
     def sleep(self) -> None:
         """Do nothing: the weights stay."""
 

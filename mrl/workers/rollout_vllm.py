@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from vllm.distributed import parallel_state
 from vllm.inputs import TokensPrompt
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import replace_submodule
 from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
+from mrl.config.check_lora import engine_rank
+from mrl.resharding.families import ModelShape
 from mrl.resharding.layout import Layout, TensorInfo
+from mrl.resharding.lora import adapted_modules
 from mrl.resharding.vllm import (
     addresses,
     check_addresses,
@@ -30,9 +38,12 @@ from mrl.resharding.vllm import (
 )
 from mrl.types import Sample, SamplingParams
 from mrl.workers.rollout import Request
+from mrl.workers.rollout_routing import RoutingReader
 from mrl.workers.specs import RolloutSpec
 
 _GIB = 1024**3
+# The one adapter, which is never read from a path: its tensors are handed over in memory.
+_ADAPTER = LoRARequest("actor", 1, lora_path="in memory")
 
 
 class VLLMEngine:
@@ -72,10 +83,14 @@ class VLLMEngine:
                 enable_sleep_mode=self._sleeps,
                 logprobs_mode="processed_logprobs",  # temperature applied, as the trainer does
                 disable_log_stats=True,
+                enable_return_routed_experts=spec.returns_routing,
+                **_adapter_settings(spec),
             )
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
         self.model = self.llm.apply_model(lambda model: model)[0]
+        self._lora = spec.lora
+        self._routing = RoutingReader(self.model) if spec.returns_routing else None
         self._addresses = addresses(self.model)
         self._constants = constants(self.model) if self._sleeps else {}
 
@@ -99,7 +114,8 @@ class VLLMEngine:
             detokenize=bool(sampling.stop),
         )
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for _, ids in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        adapter = _ADAPTER if self._lora is not None else None
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         answers = [answer for output in outputs for answer in output.outputs]
         texts = [answer.text for answer in answers]
         if not sampling.stop:
@@ -115,6 +131,9 @@ class VLLMEngine:
                 text,
                 str(answer.finish_reason),
                 policy_version,
+                self._routing.read(answer, len(prompt) + len(answer.token_ids))
+                if self._routing is not None
+                else None,
             )
             for (uid, prompt), answer, text in zip(owners, answers, texts, strict=True)
         ]
@@ -122,17 +141,58 @@ class VLLMEngine:
         return [tuple(samples[i : i + n]) for i in range(0, len(samples), n)]
 
     def params(self) -> Mapping[str, Tensor]:
-        """Give the live parameters."""
-        return live_params(self.model)
+        """Give the live parameters, without those of adapters."""
+        with self._unwrapped():
+            return live_params(self.model)
 
     def layout(self, tensors: Mapping[str, TensorInfo], rank: int) -> Layout:
         """Trace vLLM's own loader on this rank."""
-        return engine_layout(self.model, tensors, rank)
+        with self._unwrapped():
+            return engine_layout(self.model, tensors, rank)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole checkpoint tensors through vLLM's own loader, in place."""
-        with torch.no_grad():
+        with torch.no_grad(), self._unwrapped():
             self.model.load_weights(weights)
+
+    def adapt(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take an adapter in place of the last one, through vLLM's own manager of adapters."""
+        assert self._lora is not None
+        model = LoRAModel.from_lora_tensors(
+            _ADAPTER.lora_int_id,
+            dict(adapter),
+            PEFTHelper(
+                r=self._lora.rank,
+                lora_alpha=self._lora.alpha,
+                target_modules=[],  # unread: the tensors' names say it
+            ),
+            device=next(iter(adapter.values())).device,
+            dtype=getattr(torch, self.dtype),
+        )
+        manager = self.model.lora_manager
+        manager.remove_adapter(model.id)
+        manager.add_adapter(model)
+        manager.activate_adapter(model.id)
+        # Who takes which adapter is on the device too, and lost in a sleep.
+        manager._last_mapping = None
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        """Show the model as its loader knows it: without the layers that vLLM wraps for adapters.
+
+        Only names differ; every parameter is the same tensor.
+        """
+        if self._lora is None:
+            yield
+            return
+        wrapped = dict(self.model.lora_manager.modules)
+        for name, module in wrapped.items():
+            replace_submodule(self.model, name, module.base_layer)
+        try:
+            yield
+        finally:
+            for name, module in wrapped.items():
+                replace_submodule(self.model, name, module)
 
     def sleep(self) -> None:
         """Drop weights and cache (level 2: nothing is saved to the host)."""
@@ -173,6 +233,19 @@ class VLLMEngine:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _adapter_settings(spec: RolloutSpec) -> dict[str, Any]:
+    """Say what vLLM has to know of the adapter when it builds its model."""
+    if spec.lora is None:
+        return {}
+    shape = ModelShape.from_folder(Path(spec.path))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": engine_rank(spec.lora.rank),
+        "lora_target_modules": list(adapted_modules(shape, spec.lora.target_modules)),
+    }
 
 
 def _use_live_cpu_weights() -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config.schema import MegatronConfig, OptimConfig, ReshardingConfig, RolloutConfig
+from mrl.config.schema import (
+    LoraConfig,
+    MegatronConfig,
+    OptimConfig,
+    ReshardingConfig,
+    RolloutConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,8 @@ class RoleSpec:
     total_steps: int  # optimizer steps of the whole run, for the schedule
     temperature: float
     trust_remote_code: bool
+    router_replay: str = "disabled"  # actor.router_replay.mode
+    lora: LoraConfig | None = None  # None: the model itself is trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class RolloutSpec:
     trust_remote_code: bool
     resharding: ReshardingConfig
     slots: tuple[int, ...] | None  # of the engine's ranks in order; None: slot i on the i-th rank
+    returns_routing: bool = False  # samples say which experts were chosen
+    lora: LoraConfig | None = None  # of the adapter that is sent beside the base; None: merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,17 @@ class JobSpec:
     timeout_s: float
     trainer_ranks: range | None = None  # with actor, critic, reference: the first; None: all
     rollout_ranks: range | None = None  # with the engine: the last of the job; None: all
+    deterministic: bool = False  # training computes the same bits every time
+
+    @property
+    def ref_is_actors_base(self) -> bool:
+        """Say whether the reference is the model that the actor's adapters leave as it is."""
+        actor, ref = self.actor, self.ref
+        return (
+            actor.lora is not None
+            and ref is not None
+            and (ref.path, ref.layout) == (actor.path, actor.layout)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrl.workers.determinism import deterministic_environment
 from mrl.workers.group import WorkerError
 from mrl.workers.specs import JobSpec
 from mrl.workers.wire import (
@@ -165,6 +166,9 @@ class SpmdPool:
 class SpawnedPool(SpmdPool):
     """Ranks that are children of this process, on this host."""
 
+    module = "mrl.workers.spmd"  # that a rank runs
+    arguments: tuple[str, ...] = ()
+
     def __init__(self, world_size: int, spec: JobSpec, log_folder: Path) -> None:
         """Start the ranks; their output goes to `log_folder`/rank_<k>.log."""
         # Both ports are the kernel's choice and are bound from the start: no race for them.
@@ -203,7 +207,15 @@ class SpawnedPool(SpmdPool):
     ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            **rank_environment(rank, rank, self.world_size, self.world_size, device, os.environ),
+            **rank_environment(
+                rank,
+                rank,
+                self.world_size,
+                self.world_size,
+                device,
+                os.environ,
+                self._spec.deterministic,
+            ),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "MRL_CONTROLLER": f"{address[0]}:{address[1]}",
@@ -212,7 +224,7 @@ class SpawnedPool(SpmdPool):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with self._logs[rank].open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "mrl.workers.spmd"],
+                [sys.executable, "-m", self.module, *self.arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -246,8 +258,12 @@ def rank_environment(
     local_world_size: int,
     device: str,
     given: Mapping[str, str],
+    deterministic: bool = False,
 ) -> dict[str, str]:
-    """Give the environment of a rank on `cpu` or `cuda`; what the user has set is kept."""
+    """Give the environment of a rank on `cpu` or `cuda`; what the user has set is kept.
+
+    Raises ValueError where that contradicts a `deterministic` job.
+    """
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
@@ -268,7 +284,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(local_world_size),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
     }
-    return environment
+    return environment | (deterministic_environment(given) if deterministic else {})
 
 
 def work(connection: Connection, store: dist.Store) -> None:
@@ -300,7 +316,9 @@ def _main() -> None:
 
 
 def run_under_launcher(
-    device: str, control: Callable[[Callable[[JobSpec], SpmdPool]], None]
+    device: str,
+    control: Callable[[Callable[[JobSpec], SpmdPool]], None],
+    deterministic: bool = False,
 ) -> None:
     """Be rank 0 and the controller of a job that torchrun or srun started.
 
@@ -308,7 +326,7 @@ def run_under_launcher(
     thread. When it fails, rank 0 prints the cause and ends non-zero, which makes the launcher end
     the other ranks.
     """
-    store, world_size = _meet(device)
+    store, world_size = _meet(device, deterministic)
     authkey = secrets.token_bytes(AUTHKEY_BYTES)
     # on every address: MASTER_ADDR may name a loopback one on its own host
     listener = Listener(("", 0), backlog=world_size, authkey=authkey)
@@ -337,18 +355,20 @@ def run_under_launcher(
     thread.join()
 
 
-def serve_rank(device: str) -> None:
+def serve_rank(device: str, deterministic: bool = False) -> None:
     """Be a rank other than 0 of a job that torchrun or srun started, until it is over."""
-    store, _ = _meet(device)
+    store, _ = _meet(device, deterministic)
     _work_for_controller(store)
 
 
-def _meet(device: str) -> tuple[dist.Store, int]:
+def _meet(device: str, deterministic: bool) -> tuple[dist.Store, int]:
     """Join the launcher's ranks; give the store that they share and their number."""
     store, rank, world_size = next(dist.rendezvous("env://"))
     local_rank = int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    os.environ |= rank_environment(rank, local_rank, world_size, local_size, device, os.environ)
+    os.environ |= rank_environment(
+        rank, local_rank, world_size, local_size, device, os.environ, deterministic
+    )
     return dist.PrefixStore("mrl", store), world_size
 
 

@@ -44,7 +44,22 @@ TWO_RANKS = ONE_RANK + "\ntrainer: {n_gpus_per_node: 2}"
         ("trainer.colocate_actor_critic=true", "placement.mode", "colocated"),
         ("actor_rollout_ref.model.use_remove_padding=True", "model.path", "???"),
         ("actor_rollout_ref.actor.strategy=megatron", "model.path", "???"),
-        ("actor_rollout_ref.actor.megatron.param_offload=False", "model.path", "???"),
+        (
+            "actor_rollout_ref.actor.megatron.param_offload=True",
+            "actor.megatron.param_offload",
+            True,
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity="
+            "selective",
+            "actor.megatron.recompute_granularity",
+            "selective",
+        ),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            "actor.megatron.recompute_granularity",
+            "full",
+        ),
     ],
 )
 def test_old_and_short_spellings_mean_the_same_in_overrides_and_files(load, override, key, value):
@@ -61,7 +76,7 @@ def test_old_and_short_spellings_mean_the_same_in_overrides_and_files(load, over
         ("data.filter_overlong_prompts=maybe", "filtered", "true or false"),
         ("actor_rollout_ref.actor.strategy=fsdp", "Megatron-Core", "megatron"),
         ("actor.policy_loss.loss_mode=gspo", "clipped PPO", "vanilla"),
-        ("critic.megatron.param_offload=true", "not supported yet", "false"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=maybe", "again", "true or false"),
     ],
 )
 def test_legacy_values_without_meaning_are_refused_with_a_reason(refuse, override, word, nearest):

@@ -283,17 +283,29 @@ def test_a_config_made_in_python_is_checked_too():
     assert keys(check_config(Config())) == ["actor.ppo_micro_batch_size_per_gpu"]
 
 
-def test_layouts_ahead_of_the_trainer_are_planned_but_not_trained(load, plan):
-    overrides = (
-        "actor.megatron.context_parallel_size=2",
-        "critic.megatron.context_parallel_size=1",
-        "critic.megatron.pipeline_model_parallel_size=2",
-    )
-    assert plan(*overrides).roles["actor"].layout.cp == 2
-    with pytest.raises(ConfigError, match=r"actor\.megatron\.context_parallel_size = 2") as caught:
-        check_trainable(load(*overrides))
-    assert len(caught.value.violations) == 1
-    check_trainable(load())
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule"),
+    [
+        ("context_parallel_size=4", "context_parallel_size", "must divide the 6 attention heads"),
+        ("cp_comm_type=p2p", "cp_comm_type", "has no effect"),
+        ("hierarchical_context_parallel_sizes=[2,1]", "hierarchical_context", "is for cp_comm"),
+        ("context_parallel_size=2 cp_comm_type=a2a+p2p", "hierarchical_context", "needs two sizes"),
+        ("context_parallel_size=2 cp_comm_type=p2p dtype=float32", "cp_comm_type", "bfloat16"),
+    ],
+)
+def test_context_parallelism_says_what_it_needs(refuse, model, overrides, key, rule):
+    shape = f"model.path={model(num_attention_heads=6, num_key_value_heads=2)}"
+    megatron = [f"actor.megatron.{override}" for override in overrides.split()]
+    ranks = ("trainer.n_gpus_per_node=4", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4")
+    (found,) = refuse(shape, *ranks, GRPO, "rollout.n=2", *megatron, text=ONE_RANK)
+    assert key in found.key and rule in found.rule
+
+
+def test_a_ring_needs_no_heads_for_its_ranks(load, model):
+    shape = f"model.path={model(num_attention_heads=6, num_key_value_heads=2)}"
+    ranks = ("trainer.n_gpus_per_node=4", GRPO, "rollout.n=2")
+    ring = ("actor.megatron.context_parallel_size=4", "actor.megatron.cp_comm_type=p2p")
+    load(shape, *ranks, *ring, text=ONE_RANK)
 
 
 def test_missing_files_are_told_all_at_once(load, model, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.schema import MegatronConfig, OptimConfig
-from mrl.types import Batching, PolicyBatch, Ragged, Sequences
+from mrl.types import PolicyBatch, Ragged, Sequences
 from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RoleSpec
 from tests.models import write_model
@@ -21,6 +21,9 @@ pytestmark = [
 ]
 LENGTHS = (9, 40, 133, 7, 64)
 RESPONSES = (3, 30, 100, 1, 63)
+TOGETHER = ((0, 1, 2, 3, 4),)
+ONE_BY_ONE = ((0,), (1,), (2,), (3,), (4,))
+IN_PAIRS = ((0, 1), (2, 3), (4,))
 
 
 def job(path: Path, impl: str) -> JobSpec:
@@ -70,8 +73,8 @@ def test_packed_bfloat16_log_probs_follow_transformers_in_float32(
     rows, sequences = random_sequences()
     host = WorkerHost(job(folder, impl), alone)
     try:
-        packed = host.call("actor", "log_probs", (sequences, Batching(max_tokens=4096)))[0]
-        single = host.call("actor", "log_probs", (sequences, Batching(micro_batch_size=1)))[0]
+        packed = host.call("actor", "log_probs", (sequences, TOGETHER))[0]
+        single = host.call("actor", "log_probs", (sequences, ONE_BY_ONE))[0]
     finally:
         host.close()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -99,13 +102,13 @@ def test_transformer_engine_trains_as_the_local_layers_do(
         spec = replace(spec, actor=replace(spec.actor, optim=OptimConfig(lr=1e-4), total_steps=9))
         host = WorkerHost(spec, dist.PrefixStore(impl, alone))
         try:
-            old, _ = host.call("actor", "log_probs", (sequences, Batching(max_tokens=4096)))
+            old, *_ = host.call("actor", "log_probs", (sequences, TOGETHER))
             batch = PolicyBatch(sequences, old, advantages, weights, None)
             for step in range(3):
                 if step == 1:
                     host.call("actor", "save", (tmp_path / impl,))
                     host.call("actor", "load", (tmp_path / impl,))
-                metrics = host.call("actor", "update", (batch, Batching(micro_batch_size=2)))
+                metrics = host.call("actor", "update", (batch, IN_PAIRS))
                 norms[impl, step] = metrics["actor/grad_norm"].value
         finally:
             host.close()

@@ -56,6 +56,13 @@ def test_the_count_is_that_of_the_real_model():
     assert forward_flops(SHAPE, [length]) == pytest.approx(expected, abs=rotary)
 
 
+def test_the_head_counts_for_the_tokens_that_it_predicts():
+    all_tokens, some = forward_flops(SHAPE, [10, 20]), forward_flops(SHAPE, [10, 20], predicted=12)
+    assert all_tokens == forward_flops(SHAPE, [10, 20], predicted=30)
+    assert all_tokens - some == 2 * 64 * 160 * (30 - 12)
+    assert training_flops(SHAPE, [10, 20], predicted=12) == 3 * some
+
+
 def test_training_is_three_forward_passes_whatever_is_recomputed():
     assert training_flops(SHAPE, [5, 7]) == 3 * forward_flops(SHAPE, [5, 7])
 

@@ -1,115 +1,21 @@
-"""Packed rows: many sequences in one row, no padding, attention that never crosses a sequence.
+"""Attention over packed rows: rotary positions, and all-to-all over context-parallel ranks.
 
-T tokens of a row, S sequences in it, H query heads, G key/value heads, D head width.
+T tokens of a row, t = T / cp of a rank, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mrl.types import Sequences
-
-# A padded attention block holds sequences of at most this length ratio, so that its waste is
-# bounded whatever the mix of lengths.
-_BLOCK_LENGTH_RATIO = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Sequences of similar length as one right-padded rectangle."""
-
-    index: Tensor  # [n * L] int64: row position of each cell; padding repeats a real token
-    shape: tuple[int, int]  # n, L
-
-
-@dataclass
-class PackedRow(PackedSeqParams):
-    """Megatron's packed-sequence parameters with what our attention and heads need beside them."""
-
-    tokens: Tensor | None = None  # [1, T] int64
-    positions: Tensor | None = None  # [1, T] int64, restarting at each sequence
-    predictors: Tensor | None = None  # [sum R] row positions whose logits predict the responses
-    targets: Tensor | None = None  # [sum R] response tokens
-    lengths: Tensor | None = None  # [N] response lengths, on the CPU
-    blocks: tuple[Block, ...] = ()
-    inverse: Tensor | None = None  # [T] cell of each token among all blocks' cells
-    cos: Tensor | None = None  # [T, 1, D]
-    sin: Tensor | None = None  # [T, 1, D]
-
-
-def pack(sequences: Sequences, multiple_of: int, pad_token: int, device: torch.device) -> PackedRow:
-    """Lay sequences end to end in one row.
-
-    The row is filled up to a multiple of `multiple_of` tokens (sequence parallelism cuts it) with
-    one more sequence of `pad_token`, which predicts nothing.
-    """
-    rows = list(sequences.tokens.rows())
-    responses = sequences.response_lengths.tolist()
-    total = sum(row.shape[0] for row in rows)
-    fill = -total % multiple_of
-    if fill or not rows:
-        rows.append(torch.full((fill or multiple_of,), pad_token, dtype=torch.int64))
-    lengths = [row.shape[0] for row in rows]
-    tokens = torch.cat(rows)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    predictors = [
-        torch.arange(starts[i] + lengths[i] - r - 1, starts[i] + lengths[i] - 1)
-        for i, r in enumerate(responses)
-    ]
-    predicted = torch.cat(predictors) if predictors else torch.empty(0, dtype=torch.int64)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    blocks, inverse = _blocks(starts, lengths)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    return PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        tokens=tokens[None].to(device),
-        positions=positions[None].to(device),
-        predictors=predicted.to(device),
-        targets=tokens[predicted + 1].to(device),
-        lengths=sequences.response_lengths,
-        blocks=tuple(Block(block.index.to(device), block.shape) for block in blocks),
-        inverse=inverse.to(device),
-    )
-
-
-def _blocks(starts: Sequence[int], lengths: Sequence[int]) -> tuple[list[Block], Tensor]:
-    """Group sequences of similar length into rectangles; give each token's cell as well."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups: list[list[int]] = []
-    for i in order:
-        if groups and lengths[groups[-1][0]] <= _BLOCK_LENGTH_RATIO * lengths[i]:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    inverse = torch.empty(starts[-1], dtype=torch.int64)
-    blocks, offset = [], 0
-    for group in groups:
-        width = lengths[group[0]]
-        first = torch.tensor([starts[i] for i in group])[:, None]
-        last = torch.tensor([lengths[i] - 1 for i in group])[:, None]
-        column = torch.arange(width)[None]
-        index = first + torch.minimum(column, last)
-        cells = torch.arange(index.numel()).view_as(index) + offset
-        real = column <= last
-        inverse[index[real]] = cells[real]
-        blocks.append(Block(index.reshape(-1), (len(group), width)))
-        offset += index.numel()
-    return blocks, inverse
+from mrl.workers.megatron.rows import PackedRow
 
 
 class Rotary:
@@ -140,9 +46,11 @@ class Rotary:
 
     def fill(self, row: PackedRow) -> None:
         """Set the row's cos and sin tables, float32 [T, 1, D]."""
-        assert row.positions is not None
-        inv_freq = self.inv_freq.to(row.positions.device)
-        angles = row.positions[0].float()[:, None] * inv_freq[None]
+        starts = row.cu_seqlens_q.long()
+        lengths = starts.diff()
+        places = torch.arange(row.length, device=starts.device)
+        positions = places - starts[:-1].repeat_interleave(lengths, output_size=row.length)
+        angles = positions.float()[:, None] * self.inv_freq.to(starts.device)[None]
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         row.cos, row.sin = angles.cos(), angles.sin()
 
@@ -154,16 +62,56 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
 
 
+def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give the whole row's tokens of this rank's heads: [t, n, D] to [T, n / cp, D].
+
+    Ulysses (Jacobs et al. 2023, section 3.1): parts of the row go to the ranks of their heads.
+    """
+    cp, (tokens, heads, width) = group.size(), x.shape
+    parts = x.view(tokens, cp, heads // cp, width).transpose(0, 1)
+    received = all_to_all(group, parts.reshape(cp * tokens, heads // cp, width))
+    return received.view(cp * tokens, heads // cp, width)
+
+
+def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give this rank's tokens of all heads: [T, n / cp, D] to [t, n, D], undoing `to_heads`."""
+    cp, (tokens, heads, width) = group.size(), x.shape
+    received = all_to_all(group, x.contiguous()).view(cp, tokens // cp, heads, width)
+    return received.transpose(0, 1).reshape(tokens // cp, cp * heads, width)
+
+
+def spread_kv(x: Tensor, cp: int, heads: int) -> Tensor:
+    """Repeat key/value heads [t, G, D] so that every rank gets those of its query heads.
+
+    They are left alone where cp divides G; cp of them are enough where G divides cp; otherwise
+    each query head gets its own. `heads` is H.
+    """
+    groups = x.shape[1]
+    if groups % cp == 0:
+        return x
+    wanted = cp if cp % groups == 0 else heads
+    return x.repeat_interleave(wanted // groups, 1)
+
+
 class PackedAttention(nn.Module):
     """Causal attention inside each sequence of a packed row.
 
     Sequences of similar length share one padded rectangle: right padding under a causal mask is
-    never seen by a real token, so no mask is built and the fused kernel runs.
+    never seen by a real token, so no mask is built and the fused kernel runs. Context-parallel
+    ranks hold contiguous parts of the row and exchange them for shares of the heads.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        cp = pg_collection.cp if pg_collection is not None else None
+        self.group = cp if cp is not None and cp.size() > 1 else None
 
     def forward(
         self,
@@ -175,10 +123,19 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """Attend query [T, H, D] over key and value [T, G, D]; give [T, H, D]."""
+        """Attend query [t, H, D] over key and value [t, G, D]; give [t, H, D]."""
         row = packed_seq_params
-        assert row is not None and row.cos is not None and row.sin is not None
-        assert row.inverse is not None
+        assert row is not None
+        if self.group is None:
+            return self._attend(query, key, value, row)
+        cp, heads = self.group.size(), query.shape[1]
+        key, value = (spread_kv(x, cp, heads) for x in (key, value))
+        query, key, value = (to_heads(x, self.group) for x in (query, key, value))
+        return to_tokens(self._attend(query, key, value, row), self.group)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """Attend over the whole row: query [T, n, D], key and value with a part of its heads."""
+        assert row.cos is not None and row.sin is not None and row.inverse is not None
         query = apply_rotary(query, row.cos, row.sin)
         key = apply_rotary(key, row.cos, row.sin)
         repeat = query.shape[1] // key.shape[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,11 @@ from mrl.config.schema import MegatronConfig
 from mrl.resharding.families import ModelShape
 from mrl.resharding.vocab import padded_vocab
 from mrl.workers.megatron.attention import PackedAttention, Rotary
+from mrl.workers.megatron.fp8 import fp8_config, require_fp8
 from mrl.workers.megatron.groups import ParallelGroups
 from mrl.workers.megatron.heads import ValueHead
+from mrl.workers.megatron.moe import expert_config, use_router
+from mrl.workers.megatron.recompute import recompute_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class Precision:
                 f"megatron.dtype={dtype}: Transformer Engine's packed attention takes bfloat16; "
                 "use transformer_impl=local"
             )
+        if impl == "local" and layout.cp_comm_type != "a2a":
+            raise ValueError(
+                f"megatron.cp_comm_type={layout.cp_comm_type} runs through Transformer Engine, in "
+                f"bfloat16 on a GPU; found {dtype} on {device.type}: use cp_comm_type=a2a"
+            )
+        require_fp8(layout, device, impl)
         return Precision(device, getattr(torch, dtype), impl)
 
 
@@ -88,28 +96,6 @@ class SequenceParallelRMSNorm(nn.Module):
 
 def _chunks(layout: MegatronConfig) -> int:
     return layout.virtual_pipeline_model_parallel_size or 1
-
-
-def _moe_config(shape: ModelShape, layout: MegatronConfig, uses_te: bool) -> dict[str, Any]:
-    """Say how experts are laid out and chosen."""
-    # Megatron's default dispatcher refuses variable lengths, with experts or without
-    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
-    if shape.moe is None:
-        return dispatcher
-    return {
-        **dispatcher,
-        "num_moe_experts": shape.moe.num_experts,
-        "moe_ffn_hidden_size": shape.moe.ffn_size,
-        "moe_layer_freq": [int(shape.has_experts(i)) for i in range(shape.num_layers)],
-        "moe_router_topk": shape.moe.top_k,
-        # the chosen weights sum to 1 exactly where the softmax comes after the choice
-        "moe_router_pre_softmax": not shape.moe.norm_top_k,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": uses_te,
-        "expert_model_parallel_size": layout.expert_model_parallel_size,
-        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
-    }
 
 
 def transformer_config(
@@ -143,6 +129,13 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=layout.context_parallel_size,
+        cp_comm_type=layout.cp_comm_type,
+        hierarchical_context_parallel_sizes=(
+            list(layout.hierarchical_context_parallel_sizes)
+            if layout.hierarchical_context_parallel_sizes
+            else None
+        ),
         sequence_parallel=layout.sequence_parallel and tp > 1,
         # Packed rows differ in length. Interleaved stages exchange activations and gradients at
         # once; between two stages Megatron 0.19 then swaps the shapes of the two, and batched
@@ -155,10 +148,13 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=layout.num_layers_in_last_pipeline_stage,
         account_for_embedding_in_pipeline_split=layout.account_for_embedding_in_pipeline_split,
         account_for_loss_in_pipeline_split=layout.account_for_loss_in_pipeline_split,
-        **_moe_config(shape, layout, uses_te),
+        **expert_config(shape, layout, uses_te),
+        **recompute_config(shape, layout, uses_te),
         params_dtype=precision.dtype,
         pipeline_dtype=precision.dtype,
         bf16=precision.dtype == torch.bfloat16,
+        **fp8_config(shape, layout),
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # every weight is loaded
         # Losses arrive with the global denominator in them: Megatron must not divide again.
@@ -178,7 +174,13 @@ def _layers(config: TransformerConfig, impl: str, chunk: int) -> TransformerBloc
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te, normalization="RMSNorm", vp_stage=chunk
     )
+    use_router(block)
     if uses_te:
+        if config.context_parallel_size > 1 and "a2a" in str(config.cp_comm_type):
+            from mrl.workers.megatron.te_attention import SpreadKVAttention
+
+            for spec in block.layer_specs:
+                spec.submodules.self_attention.submodules.core_attention = SpreadKVAttention
         return block
     for spec in block.layer_specs:
         layer = spec.submodules

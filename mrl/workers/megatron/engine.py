@@ -11,22 +11,26 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
-from mrl.batching.packing import cut
 from mrl.resharding.families import ModelShape
-from mrl.types import Batching, PolicyBatch, Ragged, Sequences, ValueBatch
-from mrl.workers.megatron.attention import PackedRow, Rotary, pack
+from mrl.types import Cuts, PolicyBatch, Ragged, Sequences, ValueBatch
+from mrl.workers.megatron.attention import Rotary
 from mrl.workers.megatron.build import Precision, build_chunks
+from mrl.workers.megatron.fp8 import row_multiple
+from mrl.workers.megatron.fused_head import linear_log_probs
 from mrl.workers.megatron.groups import ParallelGroups
-from mrl.workers.megatron.heads import select_hidden, vocab_parallel_log_probs
+from mrl.workers.megatron.heads import full_log_probs, join_columns, select_hidden
+from mrl.workers.megatron.lora import Adapters
+from mrl.workers.megatron.moe import Experts
+from mrl.workers.megatron.offload import LOAD, READ, TRAIN, RoleMemory
 from mrl.workers.megatron.optimizer import Trainer, Update
+from mrl.workers.megatron.rows import PackedRow, RowCut, fill_blocks, pack
 from mrl.workers.megatron.weights import Weights
 from mrl.workers.specs import RoleSpec
 
-_HEAD_CHUNK = 4096  # predicted tokens whose logits exist at a time
 _WEIGHTS_FOLDER = "huggingface"
+_ADAPTER_FOLDER = "adapter"
 _OPTIMIZER_FILE = "optimizer/rank_{rank:05d}.pt"
 
 Sums = Mapping[str, Tensor]  # name to a sum over tokens or sequences, float32 scalars
@@ -57,42 +61,60 @@ class MegatronEngine:
             )
             self.weights = Weights(self.chunks, self.shape, self.precision, groups, spec.head)
             self.weights.load(Path(spec.path))
+            if spec.lora is not None:
+                self.weights.adapters = Adapters(
+                    self.chunks, spec.lora, self.weights.layout, groups, spec.path
+                )
+            self.experts: Experts | None = None
+            if self.shape.moe is not None:
+                self.experts = Experts(
+                    self.chunks, self.shape, spec.layout, groups, spec.router_replay
+                )
             self.trainer: Trainer | None = None
             if spec.optim is not None:
                 self.trainer = Trainer(self.chunks, spec.layout, spec.optim, spec.total_steps)
             else:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
+        self.memory = RoleMemory(self.chunks, self.trainer, spec.layout, device)
         self.config = self.chunks[0].config
-        for chunk in self.chunks:
-            chunk.eval()  # no layer drops out; nothing else depends on the mode
+        self.row_cut = RowCut(
+            groups.cp,
+            groups.cp_rank,
+            zigzag=self.precision.transformer_impl == "transformer_engine",
+            multiple_of=row_multiple(self.config),
+        )
 
     @property
     def is_output_rank(self) -> bool:
         """Say whether this rank answers for its data-parallel part."""
-        return self.groups.is_last_stage and self.groups.tp_rank == 0
+        groups = self.groups
+        return groups.is_last_stage and groups.tp_rank == 0 and groups.cp_rank == 0
 
-    def log_probs(self, sequences: Sequences, batching: Batching) -> tuple[Ragged, Ragged] | None:
+    def log_probs(
+        self, sequences: Sequences, cuts: Cuts, routing: Ragged | None = None
+    ) -> tuple[Ragged, ...] | None:
         """Give log-probs and entropies of the response tokens, float32 on the CPU.
 
-        Rows keep their order. None on ranks that do not answer.
+        Rows keep their order. None on ranks that do not answer. `routing` makes the routers
+        repeat those choices; a role that records them (R2) gives them as a third column.
         """
-        outputs = self._forward(sequences, batching)
+        outputs = self._forward(sequences, cuts, routing)
         if outputs is None:
             return None
         order, columns = outputs
-        return _restore(order, columns, 0), _restore(order, columns, 1)
+        return tuple(_restore(order, columns, which) for which in range(len(columns[0])))
 
-    def values(self, sequences: Sequences, batching: Batching) -> Ragged | None:
+    def values(self, sequences: Sequences, cuts: Cuts) -> Ragged | None:
         """Give values at the response tokens, float32 on the CPU; None where no answer is due."""
-        outputs = self._forward(sequences, batching)
+        outputs = self._forward(sequences, cuts)
         if outputs is None:
             return None
         order, columns = outputs
         return _restore(order, columns, 0)
 
     def train(
-        self, batch: PolicyBatch | ValueBatch, batching: Batching, loss: Loss
+        self, batch: PolicyBatch | ValueBatch, cuts: Cuts, loss: Loss
     ) -> tuple[dict[str, float], Update]:
         """Take one optimizer step on this rank's part of a mini-batch.
 
@@ -101,17 +123,29 @@ class MegatronEngine:
         """
         trainer = self.trainer
         assert trainer is not None, f"{self.spec.name} is frozen"
-        micro_batches = cut(batch.sequences.tokens.lengths.tolist(), batching)
-        parts = [batch.select(indices) for indices in micro_batches]
-        parts += [batch.select([])] * self._missing(len(parts))
-        packed = self._pack([part.sequences for part in parts])
-        rows = list(zip(packed, parts, strict=True))
-        with self.groups.active():
-            trainer.zero_grad()
-            reports = self._run(rows, trainer.chunks, loss, forward_only=False)
-            update = trainer.step()
+        parts = [batch.select(indices) for indices in cuts]
+        packed = self._pack(
+            [part.sequences for part in parts],
+            [part.routing if isinstance(part, PolicyBatch) else None for part in parts],
+        )
+        # at once and before: a copy from the host between two micro-batches would wait for both
+        rows = list(zip(packed, [part.to(self.precision.device) for part in parts], strict=True))
         sums: dict[str, float] = {}
+        with self.groups.active():
+            self.memory.enter(TRAIN)
+            trainer.zero_grad()
+            if self.experts is not None:
+                self.experts.begin(
+                    int(batch.sequences.tokens.lengths.sum()),
+                    batch.routing if isinstance(batch, PolicyBatch) else None,
+                )
+            reports = self._run(rows, trainer.chunks, loss, forward_only=False)
+            if self.experts is not None:
+                sums |= self.experts.end()
+            update = trainer.step()
         if self.is_output_rank:
+            sums["row_tokens"] = sum(row.length for row in packed)
+            sums["padding"] = sum(row.num_padding for row in packed)
             for name in reports[0]:
                 sums[name] = float(torch.stack([report[name] for report in reports]).sum())
         return sums, update
@@ -119,13 +153,17 @@ class MegatronEngine:
     def save(self, folder: Path) -> tuple[str, ...]:
         """Write the weights as a Hugging Face folder and every rank's optimizer state.
 
-        Gives the files that this rank then sees below `folder`.
+        Adapters are in those weights, and in a PEFT folder of their own. Gives the files that
+        this rank then sees below `folder`.
         """
         assert self.trainer is not None
+        self.memory.enter(READ)
         self.weights.export(folder / _WEIGHTS_FOLDER, Path(self.spec.path))
+        if self.weights.adapters is not None:
+            self.weights.adapters.save(folder / _ADAPTER_FOLDER)
         path = folder / _OPTIMIZER_FILE.format(rank=dist.get_rank())
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.trainer.save(path)
+        self.trainer.save(path, self.memory.read)
         files = (file for file in folder.rglob("*") if file.is_file())
         return tuple(sorted(str(file.relative_to(folder)) for file in files))
 
@@ -133,51 +171,52 @@ class MegatronEngine:
         """Read what `save` wrote, in the layout that wrote it."""
         assert self.trainer is not None
         with self.groups.active():
-            self.weights.load(folder / _WEIGHTS_FOLDER)
+            self.memory.enter(LOAD)
+            if self.weights.adapters is not None:
+                self.weights.adapters.load(folder / _ADAPTER_FOLDER)
+            else:
+                self.weights.load(folder / _WEIGHTS_FOLDER)
             self.trainer.load(folder / _OPTIMIZER_FILE.format(rank=dist.get_rank()))
 
-    def _pack(self, micro_batches: Sequence[Sequences]) -> list[PackedRow]:
-        multiple = self.groups.tp if self.config.sequence_parallel else 1
+    def _pack(
+        self, micro_batches: Sequence[Sequences], routing: Sequence[Ragged | None]
+    ) -> list[PackedRow]:
+        length = None
         if len(self.chunks) > 1:  # one length for all
-            longest = max(int(rows.tokens.lengths.sum()) for rows in micro_batches)
-            multiple *= max(1, -(-longest // multiple))
-        rows = [
-            pack(sequences, multiple, pad_token=0, device=self.precision.device)
-            for sequences in micro_batches
-        ]
+            length = max(self.row_cut.row_length(rows) for rows in micro_batches)
+        device = self.precision.device
+        rows = [pack(rows, self.row_cut, device, length) for rows in micro_batches]
         if self.precision.transformer_impl == "local":
             for row in rows:
+                fill_blocks(row)
                 self.rotary.fill(row)
+        if self.experts is not None:
+            for row, own, choices in zip(rows, micro_batches, routing, strict=True):
+                row.experts = self.experts.place(row, self.row_cut, own, choices)
         return rows
-
-    def _missing(self, count: int) -> int:
-        """Count the empty micro-batches that this rank has to add; all ranks call it together.
-
-        Where experts are spread over data-parallel parts, all run as many as the fullest; an
-        interleaved pipeline runs whole rounds.
-        """
-        needed = count
-        if self.groups.ep * self.groups.etp > self.groups.tp:
-            most = torch.tensor(count)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            needed = int(most)
-        if len(self.chunks) > 1:
-            needed += -needed % self.groups.pp
-        return needed - count
 
     @torch.no_grad()
     def _forward(
-        self, sequences: Sequences, batching: Batching
+        self, sequences: Sequences, cuts: Cuts, routing: Ragged | None = None
     ) -> tuple[list[int], list[tuple[Ragged, ...]]] | None:
-        micro_batches = cut(sequences.tokens.lengths.tolist(), batching)
-        idle: list[list[int]] = [[]] * self._missing(len(micro_batches))
-        packed = self._pack([sequences.select(rows) for rows in [*micro_batches, *idle]])
+        packed = self._pack(
+            [sequences.select(indices) for indices in cuts],
+            [routing.select(indices) if routing is not None else None for indices in cuts],
+        )
         rows = [(row, None) for row in packed]
         with self.groups.active():
-            outputs = self._run(rows, self.chunks, None, forward_only=True)
+            self.memory.enter(READ)
+            columns = self._run(rows, self.chunks, None, forward_only=True)
+            outputs = [
+                tuple(Ragged(column, row.lengths) for column in output.cpu().unbind())
+                for row, output in zip(packed, columns, strict=False)  # none but on the last stage
+            ]
+            if self.experts is not None and self.experts.records:
+                chosen = self.experts.collect([row.experts for row in packed])
+                outputs = [(*c, r) for c, r in zip(outputs, chosen, strict=False)]
         if not self.is_output_rank:
             return None
-        return [i for indices in micro_batches for i in indices], outputs
+        return [i for indices in cuts for i in indices], outputs
 
     def _run(
         self,
@@ -187,15 +226,16 @@ class MegatronEngine:
         forward_only: bool,
     ) -> list[Any]:
         """Drive Megatron's schedule over the micro-batches; give what the last stage collected."""
-        run, tokens = get_forward_backward_func(), rows[0][0].tokens
-        assert tokens is not None
+        for chunk in chunks:
+            chunk.train(not forward_only)  # nothing drops out; only then is anything recomputed
+        run = get_forward_backward_func()
         return run(
             forward_step_func=partial(self._forward_step, loss),
             data_iterator=[iter(rows) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(rows),
             # without interleaving stages exchange shapes instead: rows differ in length
-            seq_length=tokens.shape[1],
+            seq_length=rows[0][0].length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -205,22 +245,34 @@ class MegatronEngine:
         self, loss: Loss | None, rows: Iterator[tuple[PackedRow, Any]], model: torch.nn.Module
     ) -> tuple[Any, Callable[..., Any]]:
         row, batch = next(rows)
+        if self.experts is not None:
+            self.experts.row = row.experts
         output = model(
             input_ids=row.tokens,
             position_ids=row.positions,
             attention_mask=None,
             packed_seq_params=row,
-            output_processor=self._value_head if self.spec.head == "value" else self._lm_head,
+            output_processor=self._head,
         )
 
         def collect(output: Any, non_loss_data: bool = False) -> Any:
             if loss is None:
-                return tuple(Ragged(c.float().cpu(), row.lengths) for c in output.unbind())
+                return output.float()  # fetched at the end: the host does not wait in between
             value, sums = loss(output.unbind() if len(output) > 1 else output[0], batch)
             tokens = torch.zeros([], dtype=torch.int, device=value.device)
             return value, tokens, {name: total.detach() for name, total in sums.items()}
 
         return output, collect
+
+    def _head(self, packed_seq_params: PackedRow, **given: Any) -> Tensor:
+        """Give the columns [C, M] of the row's predictions on every context-parallel rank."""
+        row = packed_seq_params
+        head = self._value_head if self.spec.head == "value" else self._lm_head
+        columns = head(packed_seq_params=row, **given)
+        if self.groups.cp == 1:
+            return columns
+        assert row.answers is not None
+        return join_columns(columns, row.answers, row.num_predicted, self.groups.collection.cp)
 
     def _lm_head(
         self,
@@ -236,24 +288,11 @@ class MegatronEngine:
         hidden = select_hidden(
             hidden_states, packed_seq_params.predictors, self.config.sequence_parallel, group
         )
-
-        def log_probs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logits = torch.nn.functional.linear(hidden, weight)
-            return vocab_parallel_log_probs(
-                logits, targets, self.shape.vocab_size, self.spec.temperature, group
-            )
-
         targets = packed_seq_params.targets
         assert targets is not None
-        if hidden.shape[0] <= _HEAD_CHUNK:
-            return torch.stack(log_probs(hidden, targets))
-        # Logits of a long row would outweigh the model: a chunk's live once forward, and are
-        # computed again backward.
-        chunks = [
-            checkpoint(log_probs, *chunk, use_reentrant=False)
-            for chunk in zip(hidden.split(_HEAD_CHUNK), targets.split(_HEAD_CHUNK), strict=True)
-        ]
-        return torch.stack([torch.cat(column) for column in zip(*chunks, strict=True)])
+        head = linear_log_probs if self.spec.layout.use_fused_kernels else full_log_probs
+        columns = head(hidden, weight, targets, self.shape.vocab_size, self.spec.temperature, group)
+        return torch.stack(columns)
 
     def _value_head(
         self, hidden_states: Tensor, output_layer: Any, packed_seq_params: PackedRow, **_: Any

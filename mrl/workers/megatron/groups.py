@@ -63,6 +63,11 @@ class ParallelGroups:
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
                 context_parallel_size=cp,
+                hierarchical_context_parallel_sizes=(
+                    list(layout.hierarchical_context_parallel_sizes)
+                    if layout.hierarchical_context_parallel_sizes
+                    else None
+                ),
                 virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
                 expert_model_parallel_size=self.ep,
                 expert_tensor_parallel_size=self.etp,
@@ -79,6 +84,7 @@ class ParallelGroups:
         self.dp = world // (tp * pp * cp)
         self.tp_rank = self.collection.tp.rank()
         self.pp_rank = self.collection.pp.rank()
+        self.cp_rank = self.collection.cp.rank()
         self.dp_rank = self.collection.dp.rank()
 
     @property

@@ -1,6 +1,7 @@
 """Heads of the last stage: log-prob and entropy over a sharded vocabulary, and values.
 
-M predicted tokens of a micro-batch, V vocabulary, tp tensor-parallel ranks.
+M predicted tokens of a micro-batch, h hidden size, V vocabulary, tp tensor-parallel ranks.
+The log-probs here come from all logits at once; `fused_head` has those without.
 """
 
 from __future__ import annotations
@@ -72,6 +73,47 @@ def vocab_parallel_log_probs(
     real = min(max(vocab_size - first, 0), width)
     tempered = logits[:, :real].float() / temperature
     return _VocabParallelLogProbs.apply(tempered, targets, first, group)
+
+
+def full_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `fused_head.linear_log_probs` does, from all logits at once, to compare with."""
+    logits = nn.functional.linear(hidden, weight)
+    return vocab_parallel_log_probs(logits, targets, vocab_size, temperature, group)
+
+
+class _JoinColumns(torch.autograd.Function):
+    """Columns of all ranks in one; every rank then computes the same loss from them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, columns: Tensor, index: Tensor, size: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        joined = columns.new_zeros(columns.shape[0], size)
+        joined[:, index] = columns
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # the loss is one and the same on all ranks: its gradient is not summed over them
+        (index,) = ctx.saved_tensors
+        return grads[0][:, index], None, None, None
+
+
+def join_columns(columns: Tensor, index: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Give all ranks the columns [C, size] of which each holds [C, m] at `index` [m].
+
+    Every place is held by one rank of the group.
+    """
+    return _JoinColumns.apply(columns, index, size, group)
 
 
 def select_hidden(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,16 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from mrl.config.plan import warmup_steps
 from mrl.config.schema import MegatronConfig, OptimConfig
+from mrl.workers.megatron.shards import read_shards, write_shards
+
+_PARAM, _SCALE = "param", ".scale"  # beside the names of Adam's state
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,34 @@ def finalize_gradients(
     finalize_model_grads(model, None, pg_collection, force_all_reduce)
 
 
+def fuse_accumulation(chunks: Sequence[GPTModel], wanted: bool | None) -> None:
+    """Let matrix products add to the gradient buffers themselves, where they can.
+
+    Transformer Engine's linear layers can, and Megatron's own with Apex's kernel. None: if any
+    can. Raises ValueError where it is wanted and none can.
+    """
+    if wanted is False:
+        return
+    flags = ["fuse_wgrad_accumulation"]  # Transformer Engine's
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
+        flags.append("gradient_accumulation_fusion")
+    found = [
+        (module, flag)
+        for chunk in chunks
+        for module in chunk.modules()
+        for flag in flags
+        if flag in vars(module)
+    ]
+    if wanted and not found:
+        raise ValueError(
+            "megatron.gradient_accumulation_fusion=true needs Transformer Engine's layers or "
+            "Apex's fused_weight_gradient_mlp_cuda, and has neither here; use null or false"
+        )
+    # Not through Megatron's config: its output layer, which our heads go past, then wants Apex.
+    for module, flag in found:
+        setattr(module, flag, True)
+
+
 class Trainer:
     """The model chunks of a rank with their gradient buffers, optimizer and schedule."""
 
@@ -65,36 +100,49 @@ class Trainer:
         """
         config = chunks[0].config
         config.finalize_model_grads_func = finalize_gradients
+        fuse_accumulation(chunks, layout.gradient_accumulation_fusion)
         self.chunks = [
-            DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=layout.use_distributed_optimizer,
-                    overlap_grad_reduce=False,
-                ),
-                chunk,
-            )
-            for chunk in chunks
+            DistributedDataParallel(config, _ddp_config(layout, optim), chunk) for chunk in chunks
         ]
+        if layout.overlap_grad_reduce:  # reduced beside the last micro-batch's backward pass
+            no_syncs = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        # With the overlap a step leaves only this rank's shards up to date.
+        self._gathers_late = layout.overlap_param_gather
+        self._is_partial = self._gathers_late
+        if self._gathers_late:
+            for chunk in self.chunks:
+                _gather_head(chunk)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                min_lr=optim.min_lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.betas[0],
-                adam_beta2=optim.betas[1],
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=layout.use_distributed_optimizer,
-            ),
+            _optimizer_config(layout, optim, config),
             self.chunks,
             use_gloo_process_groups=False,
         )
         self.schedule = _schedule(self.optimizer, optim, total_steps)
+
+    def finish_param_sync(self) -> None:
+        """Make every parameter whole before it is read outside of training.
+
+        All data-parallel ranks call it together.
+        """
+        if self._is_partial:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._is_partial = False
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Give the buffers that gradients are summed in."""
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                yield buffer.grad_data
+
+    def state(self) -> Iterator[Tensor]:
+        """Give Adam's state, as far as it is made, and the parameters that Adam updates."""
+        for inner in self._inner():
+            for group in inner.param_groups:
+                yield from group["params"]
+            for entry in inner.state.values():
+                yield from (value for value in entry.values() if isinstance(value, Tensor))
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -115,6 +163,7 @@ class Trainer:
         # The schedule moves first, so that a warm-up of k steps starts at lr / k, not at 0.
         self.schedule.step(increment=1)
         self.optimizer.step()
+        self._is_partial = self._gathers_late
         return Update(norm, self.lr)
 
     @property
@@ -125,23 +174,32 @@ class Trainer:
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         chained = isinstance(self.optimizer, ChainedOptimizer)
         for part in self.optimizer.chained_optimizers if chained else [self.optimizer]:
-            yield part.optimizer
+            if part.optimizer is not None:  # where this rank has no such parameters
+                yield part.optimizer
 
-    def save(self, path: Path) -> None:
-        """Write this rank's optimizer state, master weights and schedule to one file."""
+    def save(self, path: Path, read: Callable[[Tensor], Tensor]) -> None:
+        """Write this rank's optimizer state, master weights and schedule to one file.
+
+        `read` gives a tensor's value on the CPU.
+        """
+        inners = list(self._inner())
         parts = [
             {
-                "state": inner.state_dict(),
-                "params": [
-                    [param.detach().cpu() for param in group["params"]]
-                    for group in inner.param_groups
+                "groups": [_settings(group) for group in inner.param_groups],
+                "entries": [
+                    {name: (value.dtype, tuple(value.shape)) for name, value in entry.items()}
+                    for _, entry in _entries(inner)
                 ],
             }
-            for inner in self._inner()
+            for inner in inners
         ]
-        torch.save({"optimizers": parts, "schedule": self.schedule.state_dict()}, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        tensors = (
+            read(value)
+            for inner in inners
+            for _, entry in _entries(inner)
+            for value in entry.values()
+        )
+        write_shards(path, {"optimizers": parts, "schedule": self.schedule.state_dict()}, tensors)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; the weights of the model are loaded apart.
@@ -154,29 +212,137 @@ class Trainer:
                 f"{path} is missing: {path.parent} holds the optimizer state of {count} ranks; "
                 "resume with the layout that saved it"
             )
-        saved = torch.load(path, map_location="cpu", weights_only=False)
-        inners = list(self._inner())
-        shapes = [[tuple(p.shape) for g in i.param_groups for p in g["params"]] for i in inners]
-        found = [[tuple(p.shape) for g in s["params"] for p in g] for s in saved["optimizers"]]
-        if shapes != found:
-            raise ValueError(
-                f"{path} holds optimizer shards of another layout: found "
-                f"{[len(f) for f in found]} tensors of {sum(map(len, found))}, expected "
-                f"{[len(s) for s in shapes]}; resume with the layout that saved it"
-            )
-        for inner, part in zip(inners, saved["optimizers"], strict=True):
-            for group, tensors in zip(inner.param_groups, part["params"], strict=True):
-                for param, tensor in zip(group["params"], tensors, strict=True):
-                    param.data.copy_(tensor)
-            # The settings are this run's, not the saved run's; a step count is state.
-            settings = [
-                {k: v for k, v in group.items() if k not in ("params", "step")}
-                for group in inner.param_groups
-            ]
-            inner.load_state_dict(part["state"])
-            for group, kept in zip(inner.param_groups, settings, strict=True):
-                group.update(kept)
+        with read_shards(path) as (saved, read):
+            inners = list(self._inner())
+            shapes = [[tuple(param.shape) for param, _ in _entries(inner)] for inner in inners]
+            found = [[e[_PARAM][1] for e in part["entries"]] for part in saved["optimizers"]]
+            if shapes != found:
+                raise ValueError(
+                    f"{path} holds optimizer shards of another layout: found "
+                    f"{[len(f) for f in found]} tensors of {sum(map(len, found))}, expected "
+                    f"{[len(s) for s in shapes]}; resume with the layout that saved it"
+                )
+            for inner, part in zip(inners, saved["optimizers"], strict=True):
+                _check_dtypes(path, inner, part["entries"])
+                # The settings are this run's, not the saved run's; a step count is state.
+                for group, settings in zip(inner.param_groups, part["groups"], strict=True):
+                    group.update({k: v for k, v in settings.items() if k == "step"})
+                params = [param for param, _ in _entries(inner)]
+                inner.state.clear()
+                for param, entry in zip(params, part["entries"], strict=True):
+                    for name, (dtype, shape) in entry.items():
+                        _restore(inner, param, name, read(dtype, shape))
         self.schedule.load_state_dict(saved["schedule"])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _entries(inner: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Give each parameter with the tensors that are saved of it, itself among them."""
+    # Transformer Engine's fused Adam divides a state of less than 32 bits by a scale
+    scales = inner._scales if hasattr(inner, "_scales") else {}
+    for group in inner.param_groups:
+        for param in group["params"]:
+            found = {f"{name}{_SCALE}": scale for name, scale in scales.get(param, {}).items()}
+            yield param, {_PARAM: param, **inner.state.get(param, {}), **found}
+
+
+def _check_dtypes(
+    path: Path, inner: torch.optim.Optimizer, entries: Sequence[Mapping[str, _Kind]]
+) -> None:
+    """Raise ValueError where state was saved in other dtypes than this run's."""
+    for (param, _), entry in zip(_entries(inner), entries, strict=True):
+        wanted = {_PARAM: param.dtype}
+        if hasattr(inner, "name_to_dtype_map"):  # Transformer Engine's
+            wanted |= inner.name_to_dtype_map
+            if inner.store_param_remainders and param.dtype == torch.bfloat16:
+                wanted["master_param"] = torch.int16
+        for name, (found, _) in entry.items():
+            if name in wanted and found != wanted[name]:
+                raise ValueError(
+                    f"{path} holds {name} in {found}, this run's optimizer has {wanted[name]}; "
+                    "resume with the optim.*_dtype settings that saved it"
+                )
+
+
+def _restore(inner: torch.optim.Optimizer, param: Tensor, name: str, value: Tensor) -> None:
+    if name == _PARAM:
+        param.data.copy_(value)
+    elif name.endswith(_SCALE):
+        scales = inner._scales.setdefault(param, {})
+        scales[name.removesuffix(_SCALE)] = value.to(param.device)
+    else:  # torch counts steps on the CPU
+        inner.state[param][name] = value if name == "step" else value.to(param.device)
+
+
+def _ddp_config(layout: MegatronConfig, optim: OptimConfig) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=optim.main_grads_dtype == "fp32",
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+    )
+
+
+def _optimizer_config(
+    layout: MegatronConfig, optim: OptimConfig, config: TransformerConfig
+) -> OptimizerConfig:
+    if optim.use_precision_aware_optimizer:
+        _check_precision_aware(config)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
+        use_precision_aware_optimizer=optim.use_precision_aware_optimizer,
+        main_grads_dtype=_DTYPES[optim.main_grads_dtype],
+        main_params_dtype=_DTYPES[optim.main_params_dtype],
+        exp_avg_dtype=_DTYPES[optim.exp_avg_dtype],
+        exp_avg_sq_dtype=_DTYPES[optim.exp_avg_sq_dtype],
+    )
+
+
+def _check_precision_aware(config: TransformerConfig) -> None:
+    """Raise ValueError where Transformer Engine's fused Adam cannot run."""
+    missing = ""
+    if config.use_cpu_initialization:
+        missing = "a GPU"
+    elif importlib.util.find_spec("transformer_engine") is None:
+        missing = "Transformer Engine, which is not installed"
+    elif not config.bf16:
+        missing = "megatron.dtype=bfloat16"
+    if missing:
+        raise ValueError(
+            f"optim.use_precision_aware_optimizer=true: its fused Adam needs {missing}; "
+            "set it to false"
+        )
+
+
+def _gather_head(chunk: DistributedDataParallel) -> None:
+    """Wait for the head's parameters before the last norm.
+
+    Megatron waits when a module is called; our heads read their weight instead.
+    """
+    model = chunk.module
+    if not model.post_process:
+        return
+
+    def wait(*args: Any) -> None:
+        for param in model.output_layer.parameters():
+            if param.requires_grad:
+                chunk.param_to_bucket_group[param].finish_param_sync()
+
+    model.decoder.final_layernorm.register_forward_pre_hook(wait)
 
 
 def _schedule(

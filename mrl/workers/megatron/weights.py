@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,12 +16,14 @@ from mrl.resharding.families import ModelShape
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.hf_files import HFWriter, load_into
 from mrl.resharding.layout import Layout
+from mrl.resharding.lora import ADAPTER
 from mrl.resharding.megatron import MegatronLayout
 from mrl.resharding.planner import plan
 from mrl.resharding.transports import Distributed
 from mrl.resharding.vocab import padded_vocab
 from mrl.workers.megatron.build import Precision
 from mrl.workers.megatron.groups import ParallelGroups
+from mrl.workers.megatron.lora import Adapters, chunk_prefix
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _HEAD_PARAM = "output_layer.weight"
@@ -39,6 +42,7 @@ class Weights:
     ) -> None:
         """Describe the weights of a built model; every rank of the job takes part."""
         self.chunks, self.shape, self.head = chunks, shape, head
+        self.adapters: Adapters | None = None
         self.rank = dist.get_rank()
         self.layout: Layout = MegatronLayout(
             shape,
@@ -57,8 +61,19 @@ class Weights:
             dtype=str(precision.dtype).removeprefix("torch."),
         ).layout()
 
+    def merged(self) -> AbstractContextManager[None]:
+        """Let the parameters be, inside the block, those of the model with its adapters."""
+        return self.adapters.merged() if self.adapters is not None else nullcontext()
+
+    def unadapted(self) -> AbstractContextManager[None]:
+        """Let the model compute without its adapters inside the block."""
+        return self.adapters.off() if self.adapters is not None else nullcontext()
+
     def params(self) -> Mapping[str, Tensor]:
-        """Give this rank's parameters that a checkpoint knows, by Megatron's names."""
+        """Give this rank's parameters that a checkpoint knows, by Megatron's names.
+
+        Those of adapters are not among them.
+        """
         params = self._all()
         if self.head == "value":
             params.pop(self._head_param, None)
@@ -66,14 +81,15 @@ class Weights:
 
     @property
     def _head_param(self) -> str:
-        return _prefix(len(self.chunks) - 1, len(self.chunks)) + _HEAD_PARAM
+        return chunk_prefix(len(self.chunks) - 1, len(self.chunks)) + _HEAD_PARAM
 
     def _all(self) -> dict[str, Tensor]:
         count = len(self.chunks)
         return {
-            _prefix(index, count) + name: param
+            chunk_prefix(index, count) + name: param
             for index, chunk in enumerate(self.chunks)
             for name, param in chunk.named_parameters()
+            if f".{ADAPTER}." not in name
         }
 
     def load(self, folder: Path) -> None:
@@ -90,7 +106,7 @@ class Weights:
                 weight.copy_(stored["weight"])
 
     def export(self, folder: Path, source: Path) -> None:
-        """Write a Hugging Face folder in the parameters' dtype; all ranks take part.
+        """Write a Hugging Face folder in the parameters' dtype, adapters merged; all take part.
 
         `source` gives config.json and the tokenizer.
         """
@@ -98,7 +114,8 @@ class Weights:
         writer = HFWriter(
             folder, source, self.layout, self.rank, self.params(), Distributed(), dtype=dtype
         )
-        writer.write()
+        with self.merged():
+            writer.write()
         weight = self._value_head()
         # every rank of the last stage holds the same head: the first of the stage writes it
         holders: list[bool] = [False] * dist.get_world_size()
@@ -111,11 +128,6 @@ class Weights:
         if self.head != "value":
             return None
         return self._all().get(self._head_param)
-
-
-def _prefix(chunk: int, count: int) -> str:
-    """Tell the chunks of an interleaved stage apart, as Megatron's checkpoints do."""
-    return f"model{chunk}." if count > 1 else ""
 
 
 def _layers_of_chunk(

@@ -1,28 +1,19 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.types import Ragged, Sequences
-from mrl.workers.megatron.attention import PackedAttention, PackedRow, Rotary, apply_rotary, pack
+from mrl.workers.megatron.attention import PackedAttention, Rotary, apply_rotary
+from mrl.workers.megatron.rows import PackedRow
+from tests.workers.megatron.packed_rows import packed_row
 
-CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
 
-def rows_of(lengths: list[int], seed: int = 0) -> Sequences:
-    draw = random.Random(seed)
-    rows = [torch.tensor([draw.randrange(1, 90) for _ in range(n)]) for n in lengths]
-    responses = torch.tensor([draw.randint(1, n - 1) for n in lengths], dtype=torch.int64)
-    return Sequences(Ragged.from_rows(rows), responses)
-
-
 def packed(lengths: list[int], multiple: int = 1) -> PackedRow:
-    row = pack(rows_of(lengths), multiple, pad_token=99, device=CPU)
+    row = packed_row(lengths, multiple_of=multiple)
     Rotary(1.0 / 100 ** (torch.arange(0, WIDTH, 2) / WIDTH)).fill(row)
     return row
 
@@ -35,64 +26,6 @@ def projections(tokens: int, seed: int = 0) -> list[Tensor]:
 
 def attend(row: PackedRow, qkv: list[Tensor]) -> Tensor:
     return PackedAttention(None)(*qkv, attention_mask=None, packed_seq_params=row)
-
-
-def length_mixes(count: int) -> list[list[int]]:
-    draw = random.Random(1)
-    ranges = [(2, 4), (2, 60), (30, 33), (2, 400)]
-    return [
-        [draw.randint(*draw.choice(ranges)) for _ in range(draw.randint(1, 20))]
-        for _ in range(count)
-    ]
-
-
-def test_blocks_hold_every_token_once_and_waste_little() -> None:
-    for lengths in length_mixes(60):
-        row = packed(lengths)
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        cells = torch.cat([block.index for block in row.blocks])
-        assert row.inverse is not None
-        assert torch.equal(cells[row.inverse], torch.arange(sum(lengths)))  # back where it was
-        assert len(row.inverse.unique()) == sum(lengths)
-        assert len(cells) <= 1.5 * sum(lengths)
-        for block in row.blocks:
-            rectangle = block.index.view(block.shape)
-            # a line is one sequence from its start; what follows repeats its last token
-            assert (owner[rectangle] == owner[rectangle[:, :1]]).all()
-            steps = rectangle.diff(dim=1)
-            assert ((steps == 1) | (steps == 0)).all()
-
-
-@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
-def test_rows_are_filled_up_with_a_sequence_that_predicts_nothing(multiple: int) -> None:
-    for lengths in length_mixes(30):
-        sequences = rows_of(lengths)
-        row = pack(sequences, multiple, pad_token=99, device=CPU)
-        total = row.tokens.shape[1]
-        assert total % multiple == 0
-        assert total - sum(lengths) < multiple
-        assert torch.equal(row.tokens[0, : sum(lengths)], sequences.tokens.values)
-        assert (row.tokens[0, sum(lengths) :] == 99).all()
-        ends = [*torch.tensor(lengths).cumsum(0).tolist(), total]
-        assert row.cu_seqlens_q.unique().tolist() == sorted({0, *ends})
-        assert row.max_seqlen_q == max([*lengths, total - sum(lengths)])
-
-
-def test_predictors_are_one_before_the_response_tokens() -> None:
-    for lengths in length_mixes(30):
-        sequences = rows_of(lengths)
-        row = pack(sequences, 4, pad_token=99, device=CPU)
-        wanted = [
-            tokens[-int(n) :]
-            for tokens, n in zip(sequences.tokens.rows(), sequences.response_lengths, strict=True)
-        ]
-        assert torch.equal(row.targets, torch.cat(wanted))
-        assert torch.equal(row.tokens[0, row.predictors + 1], row.targets)
-
-
-def test_positions_restart_at_each_sequence() -> None:
-    row = packed([3, 5, 2], multiple=4)
-    assert row.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("lengths", [[7], [9, 4, 4, 30, 5, 2], [2] * 9, [40, 3, 21, 20, 19]])

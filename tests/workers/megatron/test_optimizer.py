@@ -17,7 +17,6 @@ from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec
 from tests.ranks import ForkedPool, Ranks
 from tests.workers.jobs import (
-    ALL_ROWS,
     OPTIM,
     group,
     job,
@@ -193,10 +192,11 @@ def poisoned_step(host: WorkerHost, rows: Sequences, poison: float) -> tuple[str
         whole = PolicyBatch(rows, old, column.with_values(advantages), weights, None)
         return whole.select(mine)
 
-    actor.update(batch(column.values), ALL_ROWS)
+    cuts = (tuple(range(len(mine))),)
+    actor.update(batch(column.values), cuts)
     before = state_of(actor.engine)
     try:
-        actor.update(batch(bad), ALL_ROWS)
+        actor.update(batch(bad), cuts)
     except FloatingPointError as error:
         after = state_of(actor.engine)
         return str(error), all(map(torch.equal, before, after))
@@ -230,3 +230,21 @@ def test_clipping_off_still_reports_the_norm(ranks: Ranks, llama: Path) -> None:
             found.append([reduced(actor.update(batch)) for _ in range(2)])
     assert found[0] == found[1]
     assert found[0][0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "optim", "rule"),
+    [
+        ({}, replace(OPTIM, use_precision_aware_optimizer=True), "its fused Adam needs a GPU"),
+        ({"gradient_accumulation_fusion": True}, OPTIM, "needs Transformer Engine's layers"),
+    ],
+    ids=["precision-aware", "fusion"],
+)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(
+    changes: dict[str, Any], optim: OptimConfig, rule: str, ranks: Ranks, llama: Path
+) -> None:
+    with (
+        pytest.raises(WorkerError, match=f"ValueError: .*{rule}"),
+        ranks.job(1, job(role(llama, layout(**changes), optim=optim))),
+    ):
+        pass
