@@ -17,7 +17,7 @@ send a token elsewhere: the largest difference is reported and not bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -144,8 +144,13 @@ class Outcome:
     grad_norm: float
 
 
-def compare(jobs: Jobs, sizes: Sizes, attempt: Attempt, into: dict[str, Any]) -> None:
-    """Enter each layout's errors, bounds and whether they hold, by kind of model."""
+def compare(
+    jobs: Jobs, sizes: Sizes, attempt: Attempt, into: dict[str, Any], names: Sequence[str] = ()
+) -> None:
+    """Enter each layout's errors, bounds and whether they hold, by kind of model.
+
+    Of all layouts, or of those in `names`.
+    """
     comparisons = {
         "dense": _Comparison(jobs, sizes, sizes.dense, bounded_max=True),
         "experts": _Comparison(jobs, sizes, sizes.experts, bounded_max=False),
@@ -157,7 +162,9 @@ def compare(jobs: Jobs, sizes: Sizes, attempt: Attempt, into: dict[str, Any]) ->
             layouts = {
                 name: layout
                 for name, layout in LAYOUTS[kind].items()
-                if layout.world == world and (sizes.te or not layout.needs_te)
+                if layout.world == world
+                and (sizes.te or not layout.needs_te)
+                and (not names or name in names)
             }
             comparison.run(layouts, attempt, into[kind])
 

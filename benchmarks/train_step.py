@@ -44,6 +44,7 @@ class Run:
     budgets: tuple[int, ...]  # in place of the cases' own, if any
     save: Callable[[], None]
     profile: Path | None  # folder of the tables
+    layouts: tuple[str, ...] = ()  # of the precision part; none: all
 
     @property
     def cases(self) -> dict[str, Case]:
@@ -283,7 +284,7 @@ def _long(run: Run, case: Case) -> dict[str, Any]:
 
 def precise(run: Run, into: dict[str, Any]) -> None:
     """Log-probs, loss and gradient norm of each layout in 16 bits against float32."""
-    precision.compare(run.jobs, run.scale.precision, run.attempt, into)
+    precision.compare(run.jobs, run.scale.precision, run.attempt, into, run.layouts)
 
 
 Part = Callable[[Run, dict[str, Any]], None]
@@ -347,7 +348,7 @@ def run(args: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(scale.device, Path(folder))
         laws, budgets = tuple(options.laws), tuple(options.budgets)
-        here = Run(scale, jobs, models, laws, budgets, save, profile)
+        here = Run(scale, jobs, models, laws, budgets, save, profile, tuple(options.layouts))
         try:
             for part in options.parts:
                 print(f"{part}: {(PARTS[part].__doc__ or '').splitlines()[0]}", flush=True)
@@ -363,6 +364,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", help=f"of {', '.join(REAL.cases)}")
     parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
     parser.add_argument("--budgets", nargs="+", type=int, default=[], help="tokens a micro-batch")
+    parser.add_argument("--layouts", nargs="+", default=[], help="of the precision part")
     parser.add_argument("--name", default=NAME, help="of the JSON file")
     parser.add_argument("--folder", type=Path, default=record.RESULTS, help="of what is written")
     parser.add_argument("--profile", action="store_true", help="write the kernels of an update")

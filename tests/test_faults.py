@@ -131,7 +131,7 @@ def test_a_killed_rank_ends_its_job_and_ctrl_c_another_beside_it(
 
 
 def test_a_rank_that_raises_ends_its_job_and_a_killed_one_ends_torchrun(
-    inputs: Inputs, tmp_path: Path
+    inputs: Inputs, spawned_run: Path, tmp_path: Path
 ) -> None:
     with (
         Job("spawned", inputs, tmp_path / "raising", RAISE) as raising,
@@ -140,6 +140,10 @@ def test_a_rank_that_raises_ends_its_job_and_a_killed_one_ends_torchrun(
         assert raising.end(raising.wait_for_fault()) == 1
         assert_raised(raising, "spawned")
         killed.wait_for_step(1)
+        answers = [
+            [row["output"] for row in rollouts_of(run, 1)] for run in (spawned_run, killed.run)
+        ]
+        assert answers[0] == answers[1]  # torchrun starts as the other launchers do
         assert killed.end(kill_rank_1(killed)) != 0
         assert_killed(killed, "torchrun")
 

@@ -43,7 +43,8 @@ def assert_same_results(run: Path, other: Path) -> None:
         assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+# torchrun's fast sibling is in test_faults.py: its first step is compared there
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "ray"])
 def test_launchers_agree_to_the_last_bit(
     launcher: str, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -221,7 +221,10 @@ def assert_same_run(resumed: Path, whole: Path, after: int) -> None:
 
 
 # The second step ends the first epoch.
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
     after: int, fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config.schema import LoraConfig
+
 
 @dataclass(frozen=True)
 class Legacy:
@@ -19,6 +21,7 @@ class Legacy:
 
     settings: Mapping[Any, Mapping[str, Any]]  # value -> today's key -> value
     why: str  # told when another value is found
+    overrides: bool = False  # wins over today's keys; otherwise they must say the same
 
 
 def _only(value: Any, why: str) -> Legacy:
@@ -38,6 +41,7 @@ ALIASES: dict[str, str | Legacy] = {
         # Whatever data.truncation says: after the filter no prompt is left to truncate.
         {True: {"data.truncation": "filter"}, False: {}},
         "says whether over-long prompts are filtered (data.truncation=filter)",
+        overrides=True,
     ),
     "trainer.enable_resharding": _only(
         True, "weights always reach the engine by resharding; it cannot be switched off"
@@ -51,6 +55,9 @@ ALIASES: dict[str, str | Legacy] = {
     "model.lora_rank": "model.lora.rank",
     "model.lora_alpha": "model.lora.alpha",
     "model.target_modules": "model.lora.target_modules",
+    "model.lora_adapter_path": "model.lora.adapter_path",
+    "model.lora.type": _only("lora", "only plain low-rank adapters are trained"),
+    "model.lora.dropout": _only(0, "nothing drops out: log-probs of two passes must agree"),
     "model.use_fused_kernels": "actor.megatron.use_fused_kernels",
     "model.enable_gradient_checkpointing": Legacy(
         {
@@ -59,12 +66,16 @@ ALIASES: dict[str, str | Legacy] = {
                 "actor.megatron.recompute_method": "uniform",
                 "actor.megatron.recompute_num_layers": 1,
             },
-            False: {},
+            False: {"actor.megatron.recompute_granularity": None},
         },
         "says whether activations are computed again backward "
         "(actor.megatron.recompute_granularity=full)",
     ),
     "actor.policy_loss.loss_mode": _only("vanilla", "only the clipped PPO loss is supported"),
+    "rollout.enable_rollout_routing_replay": Legacy(
+        {True: {"actor.router_replay.mode": "R3"}, False: {}},
+        "says whether training repeats the engine's routing (actor.router_replay.mode=R3)",
+    ),
     "rollout.calculate_log_probs": _only(True, "the engine always returns log-probs"),
     "rollout.logprobs_mode": _only(
         "processed_logprobs", "log-probs always have the temperature applied"
@@ -78,6 +89,13 @@ for _role in _ROLES:
         f"{_megatron}.pipeline_parallel_size": f"{_megatron}.pipeline_model_parallel_size",
         f"{_megatron}.expert_parallel_size": f"{_megatron}.expert_model_parallel_size",
         f"{_role}.strategy": _only("megatron", "the training engine is Megatron-Core"),
+        f"{_megatron}.moe_router_dtype": _only("fp32", "routers always compute in float32"),
+        f"{_megatron}.moe_token_dispatcher_type": _only(
+            "alltoall", "tokens reach their experts by all-to-all"
+        ),
+        f"{_megatron}.moe_enable_deepep": _only(
+            False, "tokens reach their experts by Megatron's all-to-all"
+        ),
     }
     ALIASES |= {
         f"{_megatron}.override_transformer_config": _megatron,
@@ -88,6 +106,7 @@ for _role in ("actor", "critic"):
 
 # Values with another spelling than the field's type allows.
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
+    "model.lora.target_modules": {"all-linear": list(LoraConfig().target_modules)},
     "trainer.logger": {"none": [], None: []},
     # YAML reads a plain `off` as false
     "resharding.verify": {False: "off", True: "every_step"},

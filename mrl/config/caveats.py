@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks
+from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks, trainer_ranks
 from mrl.config.schema import Config, LoraConfig
 
 
@@ -11,7 +11,7 @@ def find_warnings(config: Config) -> tuple[str, ...]:
     found = [*_sampling(config), *_unused_adapter(config.model.lora)]
     for role in enabled_roles(config):
         found += _unused_sizes(role) + _budget(config, role) + _scales(role)
-        found += _offload_to_itself(config, role)
+        found += _offload_to_itself(config, role) + _overlap_with_nobody(config, role)
     return tuple(dict.fromkeys(found))  # roles that share a key say it once
 
 
@@ -51,6 +51,20 @@ def _offload_to_itself(config: Config, role: RoleSettings) -> list[str]:
     if config.trainer.device != "cpu" or not keys:
         return []
     return [f"{section}.{key}=true frees no memory: trainer.device=cpu is the host" for key in keys]
+
+
+def _overlap_with_nobody(config: Config, role: RoleSettings) -> list[str]:
+    m, section, world = role.megatron, role.keys["megatron"], len(trainer_ranks(config))
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    expert_tp = m.expert_tensor_parallel_size or tp
+    copies = max(world // (tp * pp), world // (expert_tp * m.expert_model_parallel_size * pp))
+    keys = [key for key in ("overlap_grad_reduce", "overlap_param_gather") if vars(m)[key]]
+    if copies > 1:
+        return []
+    return [
+        f"{section}.{key}=true has nothing to overlap: each parameter is on one rank alone"
+        for key in keys
+    ]
 
 
 def _unused_adapter(lora: LoraConfig) -> list[str]:

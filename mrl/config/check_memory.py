@@ -12,6 +12,16 @@ from mrl.config.schema import Config, MegatronConfig, OptimConfig
 _DTYPE_KEYS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _OF_EXPERTS = ("layernorm", "moe", "moe_act")
 _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
+# Keys that do nothing for a role without gradients.
+_OF_TRAINING = (
+    "recompute_granularity",
+    "grad_offload",
+    "optimizer_offload",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "gradient_accumulation_fusion",
+)
 
 
 def check_memory(config: Config) -> Iterator[Violation]:
@@ -22,6 +32,7 @@ def check_memory(config: Config) -> Iterator[Violation]:
         shape = policy
         if role.name == "critic" and config.critic.path is not None:
             shape = _shape("critic.path", config.critic.path)
+        yield from _check_effect(config, role)
         yield from _check_recompute(role, shape)
         yield from _check_overlap(role)
         yield from _check_fusion(config, role)
@@ -34,6 +45,22 @@ def _shape(key: str, path: str) -> ModelShape | None:
         return read_shape(key, path)
     except ConfigError:  # told by `check_model`
         return None
+
+
+def _check_effect(config: Config, role: RoleSettings) -> Iterator[Violation]:
+    """Refuse what a role's own section asks for in vain; a shared one is the actor's."""
+    if role.keys["megatron"] == "actor.megatron":
+        return
+    useless = {}
+    if not role.trained:
+        useless = dict.fromkeys(_OF_TRAINING, f"the {role.name} role is not trained")
+    if role.name == "critic":
+        useless["use_fused_kernels"] = "a value head has no logits"
+    for key, rule in useless.items():
+        value, usual = (vars(layout)[key] for layout in (role.megatron, MegatronConfig()))
+        if value not in (usual, vars(config.actor.megatron)[key]):  # not one that follows
+            nearest = "null" if usual is None else str(usual).lower()
+            yield Violation(f"{role.keys['megatron']}.{key}", value, rule, nearest)
 
 
 def _check_recompute(role: RoleSettings, shape: ModelShape | None) -> Iterator[Violation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from mrl.config.errors import ConfigError, Violation
@@ -178,6 +179,7 @@ def _check_context(
             cp,
             f"its all-to-all over {exchanged} ranks must divide the {shape.heads // tp} attention "
             f"heads that tp {tp} leaves a rank; cp_comm_type=p2p needs no such thing",
+            str(gcd(cp, shape.heads // tp)),
         )
 
 

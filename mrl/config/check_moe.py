@@ -30,13 +30,13 @@ def check_moe(config: Config) -> Iterator[Violation]:
         if role.name == "critic" and config.critic.path is not None:
             shape = _shape("critic.path", config.critic.path)
         if shape is not None and not shape.experts:
-            yield from _useless(role, list(_KEYS), f"{shape.path} has no experts")
+            yield from _useless(config, role, list(_KEYS), f"{shape.path} has no experts")
             continue
         if role.trained:
             yield from _check_losses(role)
             yield from _check_frozen(config, role)
-        elif role.keys["megatron"] != "actor.megatron":
-            yield from _useless(role, _OF_TRAINING, f"the {role.name} role is not trained")
+        else:
+            yield from _useless(config, role, _OF_TRAINING, f"the {role.name} role is not trained")
         yield from _check_grouped(config, role)
     yield from _check_replay(config, policy)
 
@@ -48,10 +48,12 @@ def _shape(key: str, path: str) -> ModelShape | None:
         return None
 
 
-def _useless(role: RoleSettings, keys: list[str], rule: str) -> Iterator[Violation]:
+def _useless(config: Config, role: RoleSettings, keys: list[str], rule: str) -> Iterator[Violation]:
     for key in keys:
         value, (nothing, nearest) = vars(role.megatron)[key], _KEYS[key]
-        if value != nothing:
+        # what follows the actor is meant for the actor
+        follows = role.name != "actor" and value == vars(config.actor.megatron)[key]
+        if value != nothing and not follows:
             yield Violation(f"{role.keys['megatron']}.{key}", value, rule, nearest)
 
 

@@ -42,9 +42,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.Confi
         if parsed is not None:
             layers.append(_layer(parsed, violations))
     violations += _still_open(layers)
-    merged = OmegaConf.merge(asdict(schema.Config()), {_LEGACY_ROOT: {}}, *layers)
+    merged = OmegaConf.merge(_as_lists(asdict(schema.Config())), {_LEGACY_ROOT: {}}, *layers)
     assert isinstance(merged, DictConfig)
-    _translate_legacy(merged, violations)
+    given = {key: value for layer in layers for key, value in _leaves(layer)}
+    _translate_legacy(merged, given, violations)
     builder = _Builder(merged, violations)
     config = builder.build()
     # Relations between values make sense only when each of them has its type.
@@ -63,6 +64,13 @@ def save_resolved(config: schema.Config, path: str | Path) -> None:
     partial = target.with_name(target.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, target)
+
+
+def _as_lists(value: Any) -> Any:
+    """Give tuples as lists: OmegaConf lets nothing but a sequence take the place of a tuple."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _escape(value: Any) -> Any:
@@ -211,8 +219,10 @@ def _unknown(written: str, key: str, value: Any) -> Violation:
     return Violation(written, value, f"unknown key; {hint}")
 
 
-def _translate_legacy(merged: DictConfig, violations: list[Violation]) -> None:
-    """Write the settings that legacy keys stand for."""
+def _translate_legacy(
+    merged: DictConfig, given: Mapping[str, Any], violations: list[Violation]
+) -> None:
+    """Write the settings that legacy keys stand for; refuse others `given` beside them."""
     for key in merged[_LEGACY_ROOT]:
         try:
             value = merged[_LEGACY_ROOT][key]
@@ -220,16 +230,24 @@ def _translate_legacy(merged: DictConfig, violations: list[Violation]) -> None:
             violations.append(Violation(key, None, str(error).splitlines()[0]))
             continue
         legacy = LEGACY[key]
-        known = isinstance(value, bool | int | str) and value in legacy.settings
+        known = isinstance(value, bool | int | float | str) and value in legacy.settings
         if not known:
             legal = " or ".join(_as_yaml(v) for v in legacy.settings)
             violations.append(Violation(key, value, legacy.why, legal))
             continue
         for target, setting in legacy.settings[value].items():
+            other = given.get(target)
+            if other not in (None, setting) and not legacy.overrides:
+                rule = (
+                    f"means {target}={_as_yaml(setting)}, which is {other!r}; keep one of the two"
+                )
+                violations.append(Violation(key, value, rule))
             OmegaConf.update(merged, target, setting)
 
 
 def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -30,6 +30,7 @@ def _run_table(plan: RunPlan, config: Config) -> Table:
     table.add_column(style="dim")
     for row in (
         ("model", config.model.path, f"{config.algorithm.adv_estimator}, {config.rollout.name}"),
+        *_adapter(config),
         (
             "ranks",
             f"{plan.world_size:,}",
@@ -50,6 +51,14 @@ def _run_table(plan: RunPlan, config: Config) -> Table:
     ):
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def _adapter(config: Config) -> list[tuple[str, str, str]]:
+    lora = config.model.lora
+    if lora.rank == 0:
+        return []
+    way = "merged into the engine's weights" if lora.merge else "sent to the engine beside the base"
+    return [("adapter", f"rank {lora.rank}", f"trained alone, {way}")]
 
 
 def _placement(plan: RunPlan) -> list[tuple[str, str, str]]:

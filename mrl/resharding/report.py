@@ -59,6 +59,7 @@ class ReshardReport:
     forward_within_node: bool
     ranks: tuple[RankTraffic, ...]
     estimate: Estimate
+    adapter_beside: bool = False  # an adapter is sent beside the model
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -79,14 +80,21 @@ class ReshardReport:
         return range(first, first + self.target.world_size)
 
     def hints(self) -> tuple[str, ...]:
-        """Name settings that may shorten the update."""
+        """Say what may shorten the update, and which updates it is."""
+        found = []
+        if self.adapter_beside:
+            found.append(
+                "model.lora.merge=false: this is the first update, and every one of an engine on "
+                "the trainer's GPUs that sleeps (rollout.free_cache_engine); the others move the "
+                "adapter alone"
+            )
         replicas = self.ranks_a_node // self.target.tp
-        if self.forward_within_node or replicas < 2 or not self.estimate.direct.network:
-            return ()
-        return (
-            f"{replicas} replicas a node receive the same bytes over the network: compare "
-            "resharding.forward_within_node=true, which sends them to a node once",
-        )
+        if not self.forward_within_node and replicas > 1 and self.estimate.direct.network:
+            found.append(
+                f"{replicas} replicas a node receive the same bytes over the network: compare "
+                "resharding.forward_within_node=true, which sends them to a node once"
+            )
+        return tuple(found)
 
     def totals(self) -> dict[str, int]:
         """Sum the byte columns over the ranks."""
@@ -176,6 +184,7 @@ def build_report(
         forward_within_node=forward,
         ranks=_traffic(made, source, target, _all_ranks(config)),
         estimate=estimate(made, source, bucket_bytes, hardware, link),
+        adapter_beside=config.model.lora.rank > 0 and not config.model.lora.merge,
     )
 
 

@@ -17,15 +17,23 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], predicted: int | No
     Of experts those that a token is sent to count, and the router. The head counts for `predicted`
     tokens, those whose log-prob is asked for (None: for all).
     """
+    return _linear_flops(shape, lengths, predicted) + _attention_flops(shape, lengths)
+
+
+def _linear_flops(shape: ModelShape, lengths: Sequence[int], predicted: int | None) -> float:
     weights = shape.num_layers * _attention_weights(shape)
     weights += sum(_mlp_weights(shape, layer) for layer in range(shape.num_layers))
     tokens = sum(lengths)
     head = 2 * shape.hidden_size * shape.vocab_size * (tokens if predicted is None else predicted)
+    return float(2 * weights * tokens + head)
+
+
+def _attention_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     # Scores and their product with values: 2 FLOPs each a pair and channel, half the pairs.
     value_dim = shape.mla.v_head_dim if shape.mla else shape.head_dim
     channels = 2 * shape.num_heads * (shape.head_dim + value_dim)
     pairs = sum(length**2 for length in lengths) / 2
-    return float(2 * weights * tokens + head + shape.num_layers * channels * pairs)
+    return float(shape.num_layers * channels * pairs)
 
 
 def _attention_weights(shape: ModelShape) -> int:
@@ -50,10 +58,18 @@ def _mlp_weights(shape: ModelShape, layer: int) -> int:
 
 
 def training_flops(
-    shape: ModelShape, lengths: Sequence[int], predicted: int | None = None
+    shape: ModelShape,
+    lengths: Sequence[int],
+    predicted: int | None = None,
+    weights_frozen: bool = False,
 ) -> float:
-    """Count forward and backward: the backward pass costs twice the forward one."""
-    return 3 * forward_flops(shape, lengths, predicted)
+    """Count forward and backward: the backward pass costs twice the forward one.
+
+    Beside adapters, which are too small to count, the weights are frozen: no product gives their
+    gradients.
+    """
+    linear, attention = _linear_flops(shape, lengths, predicted), _attention_flops(shape, lengths)
+    return (2 if weights_frozen else 3) * linear + 3 * attention
 
 
 # Dense bfloat16 FLOP/s by the vendor's data sheet; the first name that the device's name contains.

@@ -25,6 +25,7 @@ class Rates:
     def __init__(self, config: Config, plan: RunPlan, ranks: Sequence[RankInfo]) -> None:
         self.shape = ModelShape.from_folder(Path(config.model.path))
         self.epochs, self.ranks = config.actor.ppo_epochs, len(ranks)
+        self.weights_frozen = config.model.lora.rank > 0
         self.trainer_ranks = plan.trainer_world
         self.peak = peak_flops(ranks[0].device_name)
 
@@ -38,7 +39,7 @@ class Rates:
         responses = len(batch.mask.values)
         rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
         lengths = batch.sequences.tokens.lengths.tolist()
-        flops = self.epochs * training_flops(self.shape, lengths, responses)
+        flops = training_flops(self.shape, lengths, responses, self.weights_frozen) * self.epochs
         share = mfu(flops, timings["timing_s/update_actor"], self.trainer_ranks, self.peak)
         if share is not None and updated:
             rates["perf/mfu/actor"] = share

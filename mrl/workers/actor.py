@@ -54,7 +54,11 @@ class Actor:
         sums, update = self.engine.train(batch, cuts, _supervised_loss)
         if not self.engine.is_output_rank:
             return None
-        return {"sft/loss": Sum(sums["loss"]), **update_metrics("sft", update)}
+        return {
+            "sft/loss": Sum(sums["loss"]),
+            **update_metrics("sft", update),
+            **batch_metrics("actor", sums, cuts),
+        }
 
     def save(self, folder: Path) -> tuple[str, ...]:
         """Write the Hugging Face weights and this rank's optimizer state; give the files seen."""

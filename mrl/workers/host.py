@@ -41,6 +41,8 @@ class WorkerHost:
         )
         self._roles: dict[str, Any] = {"host": self}
         self._memories: dict[str, RoleMemory] = {}
+        # a sync reads the actor's parameters and frees them itself, and so may the reference
+        self._actors_readers = {"sync", "ref"} if spec.ref_is_actors_base else {"sync"}
         # The engine comes first: it measures the memory that is free for it.
         if spec.rollout is not None and self._engine.is_member:
             self._build_rollout(spec, spec.rollout)
@@ -68,8 +70,7 @@ class WorkerHost:
         """Free the memory that other roles on this device can do without."""
         for name, memory in self._memories.items():
             if name != role != "host":
-                # a sync reads the actor's parameters, and frees them itself
-                memory.give_back(keep_params=(name, role) == ("actor", "sync"))
+                memory.give_back(keep_params=name == "actor" and role in self._actors_readers)
 
     def describe(self) -> RankInfo:
         """Say where this rank runs."""

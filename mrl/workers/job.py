@@ -12,6 +12,7 @@ import torch
 from mrl.config import Config, RunPlan
 from mrl.config.plan import spread
 from mrl.config.roles import role_settings, rollout_ranks, trainer_ranks
+from mrl.config.schema import LoraConfig
 from mrl.resharding.families import ModelShape
 from mrl.resharding.report import source_layout, target_layout
 from mrl.resharding.slots import choose_slots
@@ -44,7 +45,7 @@ def device_of(config: Config) -> str:
 def supervised_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     """Cut the job of supervised training: the actor alone, one optimizer step a step."""
     spec = training_job_spec(config, plan, total_steps)
-    actor = replace(spec.actor, total_steps=total_steps, temperature=1.0)
+    actor = replace(spec.actor, total_steps=total_steps, temperature=1.0, router_replay="disabled")
     return replace(spec, actor=actor, critic=None, ref=None)
 
 
@@ -124,8 +125,16 @@ def _role(config: Config, plan: RunPlan, name: str, total_steps: int) -> RoleSpe
         temperature=config.rollout.temperature,
         trust_remote_code=config.model.trust_remote_code,
         router_replay=config.actor.router_replay.mode if name == "actor" else "disabled",
-        lora=config.model.lora if name == "actor" and config.model.lora.rank > 0 else None,
+        lora=_adapter(config.model.lora) if name == "actor" else None,
     )
+
+
+def _adapter(lora: LoraConfig) -> LoraConfig | None:
+    """Give the adapter to train, its path whatever folder the ranks start in; None without one."""
+    if lora.rank == 0:
+        return None
+    path = lora.adapter_path
+    return replace(lora, adapter_path=str(Path(path).absolute()) if path is not None else None)
 
 
 def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Roles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config.schema import (
     LoraConfig,
@@ -78,11 +78,11 @@ class JobSpec:
     def ref_is_actors_base(self) -> bool:
         """Say whether the reference is the model that the actor's adapters leave as it is."""
         actor, ref = self.actor, self.ref
-        return (
-            actor.lora is not None
-            and ref is not None
-            and (ref.path, ref.layout) == (actor.path, actor.layout)
-        )
+        if actor.lora is None or ref is None:
+            return False
+        # a model that it shares takes no memory of its own, on the host or elsewhere
+        layout = replace(ref.layout, param_offload=actor.layout.param_offload)
+        return (ref.path, layout) == (actor.path, actor.layout)
 
 
 @dataclass(frozen=True, slots=True)

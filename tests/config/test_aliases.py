@@ -35,6 +35,17 @@ TWO_RANKS = ONE_RANK + "\ntrainer: {n_gpus_per_node: 2}"
         ("custom_reward_function.name=f", "reward.custom_reward_function.name", "f"),
         ("algorithm.kl_penalty=k3", "algorithm.kl_penalty", "k3"),
         ("data.train_files=x.parquet", "data.train_files", ["x.parquet"]),
+        ("model.target_modules=linear_qkv", "model.lora.target_modules", ("linear_qkv",)),
+        (
+            "model.target_modules=all-linear",
+            "model.lora.target_modules",
+            ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        ),
+        (
+            "rollout.enable_rollout_routing_replay=True",
+            "actor.router_replay.mode",
+            "R3",
+        ),
         ("data.filter_overlong_prompts=True", "data.truncation", "filter"),
         ("data.filter_overlong_prompts=False", "data.truncation", "error"),
         ("trainer.logger=none", "trainer.logger", []),
@@ -82,6 +93,25 @@ def test_old_and_short_spellings_mean_the_same_in_overrides_and_files(load, over
 def test_legacy_values_without_meaning_are_refused_with_a_reason(refuse, override, word, nearest):
     (found,) = refuse(override, text=ONE_RANK)
     assert word in found.rule and found.nearest == nearest
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("model.enable_gradient_checkpointing=True", "recompute_granularity=selective"),
+        ("model.enable_gradient_checkpointing=True", "recompute_num_layers=2"),
+        ("model.enable_gradient_checkpointing=False", "recompute_granularity=full"),
+    ],
+)
+def test_a_legacy_key_and_the_key_it_stands_for_cannot_differ(refuse, written, kept):
+    violations = refuse(written, f"actor.megatron.{kept}", text=ONE_RANK)
+    assert any("keep one of the two" in v.rule for v in violations)
+
+
+def test_a_legacy_key_goes_with_keys_that_say_the_same(load):
+    switch = "model.enable_gradient_checkpointing=True"
+    same = "actor.megatron.override_transformer_config.recompute_granularity=full"
+    assert load(switch, same, text=ONE_RANK) == load(switch, text=ONE_RANK)
 
 
 def test_filtering_leaves_nothing_to_truncate(load):

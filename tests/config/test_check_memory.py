@@ -69,6 +69,31 @@ def test_settings_that_cannot_be_are_refused(refuse, model, sizes, overrides, ke
     assert (found.key, found.nearest) == (key, nearest)
 
 
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("recompute_granularity=full", "null"),
+        ("grad_offload=true", "false"),
+        ("optimizer_offload=true", "false"),
+        ("use_distributed_optimizer=false", "true"),
+        ("overlap_grad_reduce=true", "false"),
+        ("gradient_accumulation_fusion=false", "null"),
+    ],
+)
+def test_a_frozen_role_takes_no_settings_of_training(refuse, load, given, nearest):
+    frozen = (GRPO, "rollout.n=4", "actor.use_kl_loss=true")
+    (found,) = refuse(*frozen, f"ref.megatron.{given}", text=ONE_RANK)
+    assert (found.key, found.nearest) == (f"ref.megatron.{given.split('=')[0]}", nearest)
+    load(*frozen, f"{LAYOUT}.{given}", text=ONE_RANK)  # which the reference shares
+
+
+def test_a_value_head_takes_no_settings_of_logits(refuse, load):
+    key = "critic.megatron.use_fused_kernels"
+    (found,) = refuse(f"{key}=false", text=ONE_RANK)
+    assert (found.key, found.nearest) == (key, "true")
+    load(f"{LAYOUT}.use_fused_kernels=false", text=ONE_RANK)
+
+
 def test_no_more_layers_are_recomputed_together_than_a_rank_has(refuse, model):
     path = model(num_hidden_layers=6)
     (found,) = refuse(
@@ -96,3 +121,13 @@ def test_no_more_layers_are_recomputed_together_than_a_rank_has(refuse, model):
 )
 def test_settings_that_can_be_are_accepted(load, model, overrides):
     load(GRPO, "rollout.n=4", f"model.path={model()}", *overrides, text=ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "warned"),
+    [(1, (), True), (2, (), False), (2, ("tensor_model_parallel_size=2",), True)],
+)
+def test_overlap_without_another_copy_of_the_model_is_warned_about(plan, ranks, layout, warned):
+    given = [f"{LAYOUT}.{key}" for key in ("overlap_grad_reduce=true", *layout)]
+    found = plan(GRPO, "rollout.n=4", f"trainer.n_gpus_per_node={ranks}", *given, text=ONE_RANK)
+    assert any("nothing to overlap" in warning for warning in found.warnings) == warned

@@ -81,3 +81,21 @@ def test_losses_on_routers_that_learn_are_accepted(load, model):
         text=ONE_RANK,
     )
     assert config.actor.megatron.moe_aux_loss_coeff == 0.1
+
+
+def test_what_a_role_takes_from_the_actor_is_meant_for_the_actor(load, model):
+    config = load(
+        GRPO,
+        "rollout.n=4",
+        f"model.path={model(**EXPERTS)}",
+        AUX,
+        f"{LAYOUT}.moe_aux_loss_coeff=0.1",
+        f"{LAYOUT}.recompute_granularity=full",
+        f"{LAYOUT}.recompute_method=uniform",
+        f"{LAYOUT}.recompute_num_layers=1",
+        f"{LAYOUT}.optimizer_offload=true",
+        "actor.use_kl_loss=true",
+        "ref.megatron.param_offload=true",
+        text=ONE_RANK,
+    )
+    assert config.ref.megatron.param_offload

@@ -110,6 +110,8 @@ def in_use(worker: WorkerHost) -> tuple[int, int, int]:
 
 def test_ten_steps_with_offload_do_not_grow(store: dist.TCPStore, model: Path) -> None:
     part = batch()
+    gc.collect()
+    others = torch.cuda.memory_allocated()
     with host(store, "grow", model, ALL_AWAY) as worker:
         seen, peaks = [], []
         for _ in range(10):
@@ -125,15 +127,36 @@ def test_ten_steps_with_offload_do_not_grow(store: dist.TCPStore, model: Path) -
         assert max(reserved[2:]) <= reserved[1] + 32 * MB
         assert len(set(pinned[1:])) == 1
         assert max(peaks[2:]) <= peaks[1] + 32 * MB
-        assert allocated[-1] < 100 * MB  # roles are away
+        assert allocated[-1] < others + 200 * MB  # roles are away
 
 
-def test_offload_on_the_device_changes_no_bit(store: dist.TCPStore, model: Path) -> None:
+def held(worker: WorkerHost) -> list[torch.Tensor]:
+    """Copy the actor's parameters and optimizer state to the host, bit for bit."""
+    engine = worker._roles["actor"].engine
+    params = [param for chunk in engine.chunks for param in chunk.parameters()]
+    return [tensor.detach().cpu() for tensor in (*params, *engine.trainer.state())]
+
+
+def test_what_was_away_is_back_bit_for_bit(store: dist.TCPStore, model: Path) -> None:
+    from mrl.workers.megatron.offload import TRAIN
+
+    with host(store, "bits", model, ALL_AWAY) as worker:
+        step(worker, batch())
+        role, before = worker._memories["actor"], held(worker)
+        for _ in range(2):
+            role.give_back()
+            occupied = torch.full((2**28,), -1.0, device="cuda")  # where the storages were
+            role.enter(TRAIN)
+            del occupied
+            assert all(map(torch.equal, held(worker), before))
+
+
+def test_steps_with_offload_are_those_without(store: dist.TCPStore, model: Path) -> None:
     part, found = batch(), {}
     for name, layout in (("kept", MegatronConfig()), ("away", ALL_AWAY)):
         with host(store, name, model, layout) as worker:
-            found[name] = [step(worker, part) for _ in range(3)]
-    assert found["away"] == found["kept"]
+            found[name] = [number for _ in range(3) for number in step(worker, part)]
+    assert found["away"] == pytest.approx(found["kept"], rel=2e-3)  # kernels are not exact
 
 
 def test_time_of_offload(store: dist.TCPStore, model: Path) -> None:
@@ -163,6 +186,7 @@ def test_a_precision_aware_optimizer_trains_and_resumes(
     part = batch()
     with host(store, "straight", model, layout, PRECISE) as worker:
         first = step(worker, part)
+        saved = held(worker)
         worker.call("actor", "save", (tmp_path,))
         straight = step(worker, part)
         inner = next(worker._roles["actor"].engine.trainer._inner())
@@ -173,7 +197,8 @@ def test_a_precision_aware_optimizer_trains_and_resumes(
     assert ("master_param", torch.int16) in kinds  # what bfloat16 parameters lack of float32
     with host(store, "resumed", model, layout, PRECISE) as worker:
         worker.call("actor", "load", (tmp_path,))
-        assert step(worker, part) == straight
+        assert all(map(torch.equal, held(worker), saved))
+        assert step(worker, part) == pytest.approx(straight, rel=2e-3)
     assert straight[0] != first[0]
     with host(store, "usual", model, layout) as worker:
         usual = step(worker, part)
@@ -195,4 +220,6 @@ def test_recompute_and_fused_accumulation_change_little(store: dist.TCPStore, mo
             peaks[name] = torch.cuda.max_memory_allocated() // MB
     print("peaks [MB]:", peaks)
     for name, numbers in found.items():
-        assert numbers == pytest.approx(found["plain"], rel=0.02), name
+        assert numbers[:3] == pytest.approx(found["plain"][:3], rel=0.02), name
+        # Adam turns rounding of small gradients into whole steps: later norms drift apart
+        assert numbers[3:] == pytest.approx(found["plain"][3:], rel=0.05), name

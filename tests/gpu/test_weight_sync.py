@@ -111,7 +111,8 @@ def running(folder: Path, layout: MegatronConfig) -> Iterator[Hands]:
     model = write_model(
         folder / "model", "qwen2", hidden_size=HIDDEN, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=512, max_position_embeddings=256,
-        initializer_range=0.05,
+        # vLLM warms up with the tokens 0, 1, 2, ..: fewer words would be read out of bounds
+        vocab_size=1024, initializer_range=0.05,
     )  # fmt: skip
     pool = SpawnedPool(1, spec_of(model, layout), folder / "logs")
     try:

@@ -161,6 +161,15 @@ def test_a_faster_network_is_never_slower(tmp_path: Path) -> None:
     assert fast.direct.nvlink == slow.direct.nvlink
 
 
+def test_an_adapter_beside_the_model_is_said_to_move_alone_later(tmp_path: Path) -> None:
+    beside, merged = (
+        small_report(tmp_path, "model.lora.rank=8", f"model.lora.merge={merge}").hints()
+        for merge in ("false", "true")
+    )
+    assert any("adapter alone" in hint for hint in beside)
+    assert not any("adapter" in hint for hint in merged)
+
+
 def test_forwarding_inside_nodes_spares_the_network_and_is_hinted_at(tmp_path: Path) -> None:
     layout = layout_overrides("Qwen2.5-7B", 4, 2, 1, nodes=2, gpus=4)
     plain = small_report(tmp_path, *layout)

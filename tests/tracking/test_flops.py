@@ -67,6 +67,13 @@ def test_training_is_three_forward_passes_whatever_is_recomputed():
     assert training_flops(SHAPE, [5, 7]) == 3 * forward_flops(SHAPE, [5, 7])
 
 
+def test_beside_adapters_no_gradients_of_weights_are_counted():
+    own_score = 2 * 64 * SHAPE.num_layers  # a token's attention to itself, half of it masked
+    linear = forward_flops(SHAPE, [1] * 12) - 12 * own_score
+    whole, adapters = (training_flops(SHAPE, [5, 7], weights_frozen=f) for f in (False, True))
+    assert whole - adapters == linear
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

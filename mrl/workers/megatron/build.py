@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
@@ -191,6 +192,11 @@ def _layers(config: TransformerConfig, impl: str, chunk: int) -> TransformerBloc
             attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
     block.layer_norm = SequenceParallelRMSNorm
     return block
+
+
+def forget_rotary_tables() -> None:
+    """Drop the tables that Megatron keeps for the last 32 row widths: 32 MiB each at 64k."""
+    RotaryEmbedding.forward.cache_clear()
 
 
 def build_chunks(

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from mrl.resharding.families import ModelShape
 from mrl.types import Cuts, PolicyBatch, Ragged, Sequences, ValueBatch
 from mrl.workers.megatron.attention import Rotary
-from mrl.workers.megatron.build import Precision, build_chunks
+from mrl.workers.megatron.build import Precision, build_chunks, forget_rotary_tables
 from mrl.workers.megatron.fp8 import row_multiple
 from mrl.workers.megatron.fused_head import linear_log_probs
 from mrl.workers.megatron.groups import ParallelGroups
@@ -174,6 +174,11 @@ class MegatronEngine:
             self.memory.enter(LOAD)
             if self.weights.adapters is not None:
                 self.weights.adapters.load(folder / _ADAPTER_FOLDER)
+            elif (folder / _ADAPTER_FOLDER).is_dir():
+                raise ValueError(
+                    f"{folder} is of a run that trained an adapter alone: resume with its "
+                    f"model.lora keys, or start anew from model.path={folder / _WEIGHTS_FOLDER}"
+                )
             else:
                 self.weights.load(folder / _WEIGHTS_FOLDER)
             self.trainer.load(folder / _OPTIMIZER_FILE.format(rank=dist.get_rank()))
@@ -229,7 +234,7 @@ class MegatronEngine:
         for chunk in chunks:
             chunk.train(not forward_only)  # nothing drops out; only then is anything recomputed
         run = get_forward_backward_func()
-        return run(
+        outputs: list[Any] = run(
             forward_step_func=partial(self._forward_step, loss),
             data_iterator=[iter(rows) for _ in chunks],
             model=list(chunks),
@@ -240,6 +245,8 @@ class MegatronEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        forget_rotary_tables()
+        return outputs
 
     def _forward_step(
         self, loss: Loss | None, rows: Iterator[tuple[PackedRow, Any]], model: torch.nn.Module

@@ -90,7 +90,9 @@ class RoleMemory:
             if part in self._moved:
                 self._moved[part].bring(changes=part in phase.changes)
         if phase.reads_whole_params and self._trainer is not None:
-            self._trainer.finish_param_sync()
+            gathered = self._trainer.finish_param_sync()
+            if gathered and Part.PARAMS in self._moved:  # the host has this rank's shards alone
+                self._moved[Part.PARAMS].bring(changes=True)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Give a copy of a tensor on the CPU, wherever its storage is."""

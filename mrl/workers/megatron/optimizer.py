@@ -120,15 +120,16 @@ class Trainer:
         )
         self.schedule = _schedule(self.optimizer, optim, total_steps)
 
-    def finish_param_sync(self) -> None:
-        """Make every parameter whole before it is read outside of training.
+    def finish_param_sync(self) -> bool:
+        """Make every parameter whole before it is read outside of training; say if any was not.
 
         All data-parallel ranks call it together.
         """
-        if self._is_partial:
+        was_partial, self._is_partial = self._is_partial, False
+        if was_partial:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        self._is_partial = False
+        return was_partial
 
     def gradients(self) -> Iterator[Tensor]:
         """Give the buffers that gradients are summed in."""

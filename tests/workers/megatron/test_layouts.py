@@ -77,12 +77,27 @@ CASES = {
     "all-rows": (1, layout(), ALL_ROWS),
     "by-tokens": (1, layout(), Batching(max_tokens=24)),
 }
-UNTIED_CASES = ("tp2", "tp4-above-kv-heads", "pp2", "dp2", "tp2-pp2", "cp2")
 EXPERT_CASES = ("ep2", "ep2-by-tokens", "ep2-etp2", "ep2-in-tp2", "cp2-ep2")
+FAST = {
+    "qwen2": (
+        "tp2", "tp4-above-kv-heads", "pp2", "pp2-uneven", "pp2-vpp2-by-tokens", "dp2", "cp2",
+        "cp4-above-kv-heads", "cp2-tp2", "cp2-pp2", "tp2-pp2", "by-tokens",
+    ),
+    "llama": ("tp2-pp2", "cp2-by-tokens"),
+    "qwen3_moe": ("ep2-by-tokens", "ep2-etp2", "cp2-ep2"),
+}  # fmt: skip
+SLOW = {
+    "qwen2": tuple(set(CASES) - set(EXPERT_CASES) - set(FAST["qwen2"])),
+    "llama": ("tp2", "tp4-above-kv-heads", "pp2", "dp2", "cp2"),
+    "qwen3_moe": ("ep2", "ep2-in-tp2", "tp2", "pp2-vpp2", "cp2-tp2"),
+}
 PAIRS = [
-    *(("qwen2", case) for case in CASES if case not in EXPERT_CASES),
-    *(("llama", case) for case in UNTIED_CASES),
-    *(("qwen3_moe", case) for case in (*EXPERT_CASES, "tp2", "pp2-vpp2")),
+    *((model, case) for model, cases in FAST.items() for case in cases),
+    *(
+        pytest.param(model, case, marks=pytest.mark.slow)
+        for model, cases in SLOW.items()
+        for case in sorted(cases)
+    ),
 ]
 
 

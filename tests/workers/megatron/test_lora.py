@@ -366,6 +366,29 @@ def test_the_reference_is_the_actor_without_its_adapter(
         assert pool.each(shares_its_model) == [True]
 
 
+def test_a_reference_that_would_wait_on_the_host_is_the_actor_too(qwen2: Path) -> None:
+    ref, on_host = role(qwen2, name="ref", optim=None), replace(layout(), param_offload=True)
+    assert job(adapted(qwen2), ref=replace(ref, layout=on_host)).ref_is_actors_base
+    assert not job(adapted(qwen2), ref=replace(ref, layout=layout(tp=2))).ref_is_actors_base
+    assert not job(role(qwen2), ref=ref).ref_is_actors_base
+
+
+def load_checkpoint(host: WorkerHost, folder: Path) -> str:
+    try:
+        host._roles["actor"].load(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_without_an_adapter_does_not_go_on_from_one_with(
+    ranks: Ranks, qwen2: Path, alone: Alone
+) -> None:
+    with ranks.job(1, job(role(qwen2))) as pool:
+        (said,) = pool.each(load_checkpoint, folder=alone.checkpoint)
+    assert f"model.path={alone.checkpoint / 'huggingface'}" in said
+
+
 def load_adapter(host: WorkerHost, folder: Path) -> str:
     try:
         host._roles["actor"].engine.weights.adapters.load(folder)

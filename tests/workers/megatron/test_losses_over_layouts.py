@@ -80,7 +80,14 @@ def alone(ranks: Ranks, qwen2: Path) -> Found:
     return learn(ranks, 1, qwen2, layout(), TWO_ROWS)
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dp4-by-tokens",
+        "cp2",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("dp2", "tp2-pp2")),
+    ],
+)
 def test_losses_in_every_aggregation_mode_are_those_of_one_rank(
     case: str, ranks: Ranks, qwen2: Path, alone: Found
 ) -> None:
