@@ -1,6 +1,8 @@
 # mrl: `make train` and `make test` do all the set-up on a fresh machine.
 PYTHON_VENV := .venv/bin/python
 ARGS ?=
+# tests that start ranks run one after another, all others beside them
+BESIDE := -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all check bench clean
@@ -16,10 +18,10 @@ train: setup  ## the CPU quickstart: small model, real tasks, supervised warm-up
 	.venv/bin/mrl quickstart $(ARGS)
 
 test: setup  ## the fast tests
-	$(PYTHON_VENV) -m pytest -m "not slow and not gpu" --durations=15 $(ARGS)
+	$(PYTHON_VENV) -m pytest $(BESIDE) -m "not slow and not gpu" --durations=15 $(ARGS)
 
 test-all: setup  ## every test that needs no GPU
-	$(PYTHON_VENV) -m pytest -m "not gpu" --durations=25 $(ARGS)
+	$(PYTHON_VENV) -m pytest $(BESIDE) -m "not gpu" --durations=25 $(ARGS)
 
 check: setup  ## lint, format and types
 	$(PYTHON_VENV) -m ruff check .

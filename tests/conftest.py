@@ -13,13 +13,31 @@ if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
 _RANKS = pytest.StashKey["Ranks"]()
 
 
+def _starts_processes(item: pytest.Item) -> bool:
+    wants_ranks = "ranks" in getattr(item, "fixturenames", ())
+    return wants_ranks or item.get_closest_marker("multiprocess") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that start processes together: with two test processes one runs them all."""
+    for item in filter(_starts_processes, items):
+        item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the ranks' imports run beside the first tests, if any test wants ranks."""
     wanted = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and not session.config.option.collectonly:
-        from tests.ranks import Ranks
+    # one of several test processes does not know yet whether those tests are its own
+    is_one_of_several = hasattr(session.config, "workerinput")
+    if wanted and not session.config.option.collectonly and not is_one_of_several:
+        _start_ranks(session.config)
 
-        session.config.stash[_RANKS] = Ranks()
+
+def _start_ranks(config: pytest.Config) -> Ranks:
+    from tests.ranks import Ranks
+
+    config.stash[_RANKS] = Ranks()
+    return config.stash[_RANKS]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -31,7 +49,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Warm ranks: `ranks.run(world, function)` and `ranks.job(world, spec)`."""
-    return request.config.stash[_RANKS]
+    config = request.config
+    return config.stash[_RANKS] if _RANKS in config.stash else _start_ranks(config)
 
 
 @pytest.fixture(scope="session")

@@ -113,39 +113,39 @@ def assert_killed(job: Job, launcher: str) -> None:
 RAISE = "raise:actor.update:1:1"
 
 
-def test_a_killed_rank_ends_its_job_and_ctrl_c_another_beside_it(
-    inputs: Inputs, tmp_path: Path
-) -> None:
-    with (
-        Job("spawned", inputs, tmp_path / "first") as first,
-        Job("spawned", inputs, tmp_path / "second") as second,
-    ):
-        first.wait_for_step(1)
-        second.wait_for_step(1)  # two jobs of one host do not meet each other
-        answers = [[row["output"] for row in rollouts_of(job.run, 1)] for job in (first, second)]
-        assert answers[0] == answers[1]
-        assert first.end(kill_rank_1(first)) == 1
-        assert "rank 1" in first.last_line and "killed by SIGKILL" in first.last_line
-        assert second.end(interrupt(second)) == 130
-        assert second.last_line == "mrl train: interrupted"
-
-
-def test_a_rank_that_raises_ends_its_job_and_a_killed_one_ends_torchrun(
+def test_a_killed_rank_ends_its_job_under_either_launcher(
     inputs: Inputs, spawned_run: Path, tmp_path: Path
 ) -> None:
     with (
+        Job("spawned", inputs, tmp_path / "spawned") as spawned,
+        Job("torchrun", inputs, tmp_path / "torchrun") as torchrun,
+    ):
+        spawned.wait_for_step(1)
+        torchrun.wait_for_step(1)  # two jobs of one host do not meet each other
+        # torchrun starts as the other launchers do
+        runs = (spawned_run, spawned.run, torchrun.run)
+        answers = [[row["output"] for row in rollouts_of(run, 1)] for run in runs]
+        assert answers[0] == answers[1] == answers[2]
+        assert spawned.end(kill_rank_1(spawned)) == 1
+        assert "rank 1" in spawned.last_line and "killed by SIGKILL" in spawned.last_line
+        assert torchrun.end(kill_rank_1(torchrun)) != 0
+        assert_killed(torchrun, "torchrun")
+
+
+# The fast siblings are in test_interrupts.py and workers/test_spmd.py.
+@pytest.mark.slow
+def test_ctrl_c_ends_a_job_and_a_rank_that_raises_another_beside_it(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with (
         Job("spawned", inputs, tmp_path / "raising", RAISE) as raising,
-        Job("torchrun", inputs, tmp_path / "killed") as killed,
+        Job("spawned", inputs, tmp_path / "stopped") as stopped,
     ):
         assert raising.end(raising.wait_for_fault()) == 1
         assert_raised(raising, "spawned")
-        killed.wait_for_step(1)
-        answers = [
-            [row["output"] for row in rollouts_of(run, 1)] for run in (spawned_run, killed.run)
-        ]
-        assert answers[0] == answers[1]  # torchrun starts as the other launchers do
-        assert killed.end(kill_rank_1(killed)) != 0
-        assert_killed(killed, "torchrun")
+        stopped.wait_for_step(1)
+        assert stopped.end(interrupt(stopped)) == 130
+        assert stopped.last_line == "mrl train: interrupted"
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_the_loss_is_the_models_own_and_falls(
     assert mean_loss(weights, inputs, range(16)) < 0.7 * mean_loss(policy, inputs, range(16))
 
 
+@pytest.mark.slow  # its siblings are the resumed runs of test_trainer.py
 def test_a_resumed_training_equals_an_uninterrupted_one(fit: Fit, tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", "data.shuffle=true")
     half = tmp_path / "half"

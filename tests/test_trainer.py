@@ -247,6 +247,7 @@ def test_nothing_is_done_again_when_all_steps_are_there(
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_shorter_run_is_the_start_of_a_longer_one(
     fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:

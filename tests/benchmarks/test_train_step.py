@@ -20,6 +20,7 @@ def smoke(folder, *args):
     return json.loads((folder / "smoke.json").read_text())["result"]["parts"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_update_is_timed_profiled_and_rated_by_what_it_computes(tmp_path):
     parts = smoke(tmp_path, "--parts", "update", "--laws", "skewed", "--profile")

@@ -20,6 +20,7 @@ from mrl.checkpoint.convert.draft import MARKER
 from mrl.checkpoint.convert.torch_dist import KEY_FORMS
 from mrl.cli import main
 from tests.checkpoint.gpt_models import CONFIGS, differing, write_folder
+from tests.marks import slow_but
 from tests.ranks import ROOT, Ranks
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +75,7 @@ def assert_same_folder(found: Path, wanted: Path) -> None:
             assert (found / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(("qwen2-tied-pp2", "mixed-moe-pp2"), CASES))
 def test_real_megatron_loads_it_and_what_it_saves_becomes_the_folder(
     case: str, folders: dict[str, Path], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -91,7 +92,7 @@ def test_real_megatron_loads_it_and_what_it_saves_becomes_the_folder(
     assert_same_tensors(tmp_path / "hf", source)
 
 
-@pytest.mark.parametrize("form", KEY_FORMS)
+@pytest.mark.parametrize("form", slow_but(("per_layer",), KEY_FORMS))
 def test_every_form_of_keys_loads_and_comes_back(
     form: str, folders: dict[str, Path], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -182,7 +183,7 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), Options(max_shard_bytes=int(sys.ar
 """
 
 
-@pytest.mark.parametrize("to", ["megatron", "hf"])
+@pytest.mark.parametrize("to", slow_but(("hf",), ["megatron", "hf"]))
 def test_a_killed_conversion_goes_on_where_it_was(
     to: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

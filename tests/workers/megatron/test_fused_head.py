@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.config.schema import MegatronConfig
 from mrl.workers.host import WorkerHost
+from tests.marks import slow_but
 from tests.ranks import Ranks
 from tests.workers.jobs import (
     TWO_ROWS,
@@ -101,7 +102,15 @@ def reference(
 
 # Bytes of logits at a time: in float32 with 6 tokens, all columns, 5 of them, or one.
 @pytest.mark.parametrize(
-    ("world", "chunk_bytes"), [(1, WHOLE), (1, 120), (1, 24), (2, 120), (4, WHOLE), (4, 120)]
+    ("world", "chunk_bytes"),
+    [
+        (1, 24),
+        (4, 120),
+        *(
+            pytest.param(world, size, marks=pytest.mark.slow)
+            for world, size in ((1, WHOLE), (1, 120), (2, 120), (4, WHOLE))
+        ),
+    ],
 )
 def test_every_cut_gives_autograds_numbers(world: int, chunk_bytes: int, ranks: Ranks) -> None:
     drawn = inputs()
@@ -161,7 +170,7 @@ def test_gradients_are_finite_differences(chunk_bytes: int, ranks: Ranks) -> Non
     assert ranks.run(1, finite_differences, drawn=drawn, chunk_bytes=chunk_bytes) == [True]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", slow_but((4,), [1, 2, 4]))
 def test_padding_takes_no_probability(world: int, ranks: Ranks) -> None:
     weight = torch.full((8, 1), 9.0)
     weight[:5] = 1.0
@@ -230,7 +239,7 @@ def test_top_of_more_tokens_than_there_are_is_refused(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("model", "world", "where"),
     [
-        ("qwen2", 1, layout(use_fused_kernels=False)),
+        pytest.param("qwen2", 1, layout(use_fused_kernels=False), marks=pytest.mark.slow),
         ("llama", 2, layout(tp=2, use_fused_kernels=False)),
     ],
 )

@@ -15,6 +15,7 @@ from mrl.types import PolicyBatch, Ragged, Sequences
 from mrl.workers.group import WorkerError
 from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec
+from tests.marks import slow_but
 from tests.ranks import ForkedPool, Ranks
 from tests.workers.jobs import (
     OPTIM,
@@ -60,7 +61,7 @@ def save(pool: ForkedPool, folder: Path) -> None:
     group(pool, role(folder, name="critic")).save(folder / "critic")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(("tp2-bfloat16", "dp2"), LAYOUTS))
 def test_a_resumed_run_is_an_uninterrupted_one(
     name: str, ranks: Ranks, qwen2: Path, tmp_path: Path
 ) -> None:
@@ -101,8 +102,15 @@ def saved_by_tp2(ranks: Ranks, qwen2: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(
     ("world", "where"),
-    [(1, layout()), (2, layout()), (2, layout(pp=2)), (4, layout(tp=2)), (4, layout(tp=4))],
-    ids=["one", "dp2", "pp2", "tp2-dp2", "tp4"],
+    [
+        (1, layout()),
+        (2, layout(pp=2)),
+        *(
+            pytest.param(world, where, marks=pytest.mark.slow)
+            for world, where in ((2, layout()), (4, layout(tp=2)), (4, layout(tp=4)))
+        ),
+    ],
+    ids=["one", "pp2", "dp2", "tp2-dp2", "tp4"],
 )
 def test_optimizer_state_of_another_layout_is_refused(
     world: int, where: Any, ranks: Ranks, qwen2: Path, saved_by_tp2: Path
@@ -205,7 +213,10 @@ def poisoned_step(host: WorkerHost, rows: Sequences, poison: float) -> tuple[str
 
 @pytest.mark.parametrize(
     "where",
-    [layout(tp=2), layout(pp=2), layout(), layout(dtype="bfloat16")],
+    slow_but(
+        (layout(tp=2), layout(dtype="bfloat16")),
+        [layout(tp=2), layout(pp=2), layout(), layout(dtype="bfloat16")],
+    ),
     ids=["tp2", "pp2", "dp2", "dp2-bfloat16"],
 )
 @pytest.mark.parametrize("poison", [math.inf, math.nan])

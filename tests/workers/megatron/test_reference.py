@@ -15,6 +15,7 @@ from torch import Tensor
 from mrl.algorithms.reductions import reduced
 from mrl.types import PolicyBatch
 from mrl.workers.host import WorkerHost
+from tests.marks import slow_but
 from tests.models import write_model
 from tests.ranks import Ranks
 from tests.workers.jobs import (
@@ -155,7 +156,7 @@ def test_the_shapes_of_a_config_are_honoured(
     assert_close(found[1].values, wanted[1].values, "entropies")
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", slow_but((2,), [1, 2, 4]))
 def test_padded_vocabulary_takes_no_probability(tp: int, ranks: Ranks, tmp_path: Path) -> None:
     # five tokens, sixteen rows a rank: with TP 2 and 4 some ranks hold padding alone
     ranks.run(1, write_model, folder=tmp_path, kind="llama", vocab_size=5)

@@ -11,6 +11,7 @@ from mrl.types import Ragged, Sequences
 from mrl.workers.host import WorkerHost
 from mrl.workers.megatron.attention import PackedAttention, Rotary, spread_kv
 from mrl.workers.megatron.rows import PackedRow, RowCut, fill_blocks, pack
+from tests.marks import slow_but
 from tests.ranks import Ranks
 from tests.workers.jobs import job, layout, role
 
@@ -92,7 +93,9 @@ def attended(host: WorkerHost, groups: int) -> Tensor:
     return attention(*_inputs(groups, row.part), attention_mask=None, packed_seq_params=row)
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1], ids=["all-heads", "as-many-kv-heads", "fewer"])
+@pytest.mark.parametrize(
+    "groups", slow_but((1,), [4, 2, 1]), ids=["all-heads", "as-many-kv-heads", "fewer"]
+)
 def test_ulysses_gradients_are_those_of_finite_differences(
     groups: int, ranks: Ranks, llama: Path
 ) -> None:
