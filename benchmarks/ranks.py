@@ -240,11 +240,11 @@ def _work(connection: Any, store: dist.Store) -> None:
     server.close()
 
 
-def main(args: Sequence[str]) -> None:
-    """Be a rank."""
+def main(args: Sequence[str], work: Callable[[Any, dist.Store], None] = _work) -> None:
+    """Be a rank that does `work`."""
     if ONE_DEVICE in args:
         os.environ.update(_AS_TWO_HOSTS, NCCL_HOSTID=f"rank{os.environ['RANK']}")
-    spmd.work = _work
+    spmd.work = work
     spmd._main()
 
 

@@ -1,5 +1,6 @@
 # Environment of every launch script; source it. A value that is already set is kept.
 #
+#   PYTHON                        .venv/bin/python beside this folder where there is one, else python3
 #   NPROC_PER_NODE                ranks on this node: the visible GPUs, 1 without any
 #   OMP_NUM_THREADS               cores this process may use / ranks on this node. torchrun and Ray
 #                                 would set 1, which starves a CPU-offloaded optimizer; unset, every
@@ -8,29 +9,29 @@
 #                                 (tensor and context parallelism overlap only then)
 #   VLLM_USE_FLASHINFER_SAMPLER   0: the sampler would be compiled on first use, about 110 s
 #   VLLM_ENABLE_V1_MULTIPROCESSING 0: the engine lives in the worker process
+#   TORCH_NCCL_ASYNC_ERROR_HANDLING 1: a collective that fails ends its rank instead of hanging it
 #
-# NCCL_* is left to you: the right interface and transports are facts of your cluster.
+# Left to you, since they are facts of your cluster: NCCL_SOCKET_IFNAME (the interface that NCCL
+# meets over; it also chooses the head's address), NCCL_IB_HCA (which adapters carry its traffic),
+# NCCL_DEBUG=INFO (what it chose). NCCL_CUMEM_ENABLE=0 is vLLM's own setting for its groups.
 
-visible_gpus() {
-  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    awk -F, '{print ($0 == "" || $1 < 0) ? 0 : NF}' <<<"$CUDA_VISIBLE_DEVICES"
-  elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
-  else
-    echo 0
-  fi
-}
-
+launch_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=$launch_folder/../.venv/bin/python
+  [[ -x $PYTHON ]] || PYTHON=python3
+fi
 if [[ -z ${NPROC_PER_NODE:-} ]]; then
-  NPROC_PER_NODE=$(visible_gpus)
+  NPROC_PER_NODE=$("$PYTHON" -m mrl.launching.devices)
   ((NPROC_PER_NODE > 0)) || NPROC_PER_NODE=1
 fi
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
   cores=$(nproc) # honours affinity and cgroup CPU sets
   OMP_NUM_THREADS=$((cores / NPROC_PER_NODE > 0 ? cores / NPROC_PER_NODE : 1))
 fi
-export NPROC_PER_NODE OMP_NUM_THREADS
+export PYTHON NPROC_PER_NODE OMP_NUM_THREADS
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
-echo "[launch] $(hostname): $NPROC_PER_NODE ranks, OMP_NUM_THREADS=$OMP_NUM_THREADS" >&2
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+echo "[launch] $(hostname): $NPROC_PER_NODE ranks, OMP_NUM_THREADS=$OMP_NUM_THREADS," \
+  "CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}" >&2

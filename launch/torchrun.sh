@@ -6,28 +6,36 @@
 #
 # Environment: NNODES (1), NODE_RANK (0), MASTER_ADDR, MASTER_PORT (29500), NPROC_PER_NODE (GPUs),
 # PYTHON (.venv/bin/python where there is one). trainer.nnodes and trainer.n_gpus_per_node follow.
+# SIGUSR1 to all of its processes ends the run after the step in hand, with a checkpoint.
 set -euo pipefail
 if (($# == 0)); then
-  sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-source "$here/env.sh"
+# shellcheck source=launch/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-if [[ -z ${PYTHON:-} ]]; then
-  PYTHON=$here/../.venv/bin/python
-  [[ -x $PYTHON ]] || PYTHON=python3
-fi
 NNODES=${NNODES:-1}
 if ((NNODES > 1)); then
   : "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}" "${NODE_RANK:?set NODE_RANK}"
-  meet=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+  export MASTER_PORT=${MASTER_PORT:-29500}
+  if ((NODE_RANK == 0)); then
+    "$PYTHON" -m mrl.launching.ports --require MASTER_PORT
+  fi
+  # Gloo would take the address of the host's own name, which is a loopback one on many systems.
+  if [[ -z ${GLOO_SOCKET_IFNAME:-} ]]; then
+    GLOO_SOCKET_IFNAME=$("$PYTHON" -m mrl.launching.addresses --interface-to "$MASTER_ADDR")
+    export GLOO_SOCKET_IFNAME
+  fi
+  meet=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 else
   meet=(--standalone) # picks a free port itself
 fi
 config=$1
 shift
 
+# Slurm sends it to every process of a step: all ignore it but the controller, which handles it.
+trap '' USR1
 # Ours come first: a key given twice takes its last value, so yours win.
 exec "$PYTHON" -m torch.distributed.run \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --max-restarts 0 "${meet[@]}" \

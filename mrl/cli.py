@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.interrupts import insistent_interrupts
+from mrl.launching.command import (
+    add_doctor,
+    add_launch,
+    doctor,
+    dry_run,
+    launch,
+    require_devices,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+    if "config_name" in arguments and (fault := _settle_config(arguments)):
+        parser.error(fault)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("mrl").setLevel(logging.INFO)
     try:
@@ -70,10 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _plan, "check a config and print what would run, without torch"),
     ):
         command = add(name, run, text)
-        command.add_argument("config", help="a YAML file")
+        command.add_argument("config", nargs="?", help="a YAML file; none: verl's defaults")
         command.add_argument("overrides", nargs="*", metavar="key=value")
+        command.add_argument("--config-name", help="of a verl command line, in place of CONFIG")
+        command.add_argument("--config-path", help="of a verl command line; not used")
         if name == "plan":
-            command.add_argument("--json", action="store_true", help="print JSON")
+            _add_plan(command)
+        if name == "train":
+            command.add_argument(
+                "--dry-run", action="store_true", help="print what each rank would run, and end"
+            )
+    add_launch(add("launch", launch, "write the Slurm script of a config"))
+    add_doctor(add("doctor", doctor, "check this machine, and say what to do about it"))
     reshard = add("reshard", _reshard, "print what a weight update moves, without torch or GPUs")
     reshard.add_argument("config", help="a YAML file; model.path needs a config.json alone")
     reshard.add_argument("overrides", nargs="*", metavar="key=value")
@@ -95,15 +113,91 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _settle_config(arguments: argparse.Namespace) -> str:
+    """Tell the config file from the overrides: verl's command lines have none. "" or a fault."""
+    words = [*([] if arguments.config is None else [arguments.config]), *arguments.overrides]
+    given = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
+    arguments.config = words.pop(0) if given else None
+    arguments.overrides = words
+    name = arguments.config_name
+    if name is None:
+        return "" if given or words else "the following arguments are required: config"
+    if given:
+        return f"--config-name {name} and CONFIG {arguments.config}: give one of the two"
+    known = ("ppo_megatron_trainer", "ppo_trainer")
+    if name.removesuffix(".yaml") not in known:
+        return f"--config-name {name}: not one of {', '.join(known)}; give the file as CONFIG"
+    return ""
+
+
+def _tell_keys(arguments: argparse.Namespace, reasons: bool) -> None:
+    """Say which keys of a legal config are not as they were given."""
+    from mrl.config.explain import explain, tell
+
+    rows = explain(arguments.config, arguments.overrides, check=False)
+    for line in tell(rows, reasons):
+        print(line)
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--explain", action="store_true", help="say what each key comes to")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--gpu", default="h100", help="h100 (default), h200 or a100-80")
+    plan.add_argument("--network", help="hdr, ndr, xdr, roce-100 or roce-400, one adapter a GPU")
+    plan.add_argument(
+        "--assume",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="name=value",
+        help="in place of what the plan assumes, as response=0.4 (the mean over the longest)",
+    )
+    plan.add_argument("--suggest", action="store_true", help="search layouts, print the best five")
+    plan.add_argument("--plot", metavar="FILE.png", help="draw memory by phase")
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     from mrl.config import build_plan, load_config, print_plan
+    from mrl.planning.plan import has_shape
 
+    # what follows --assume may be an override: its key has a dot
+    words = arguments.assume
+    overrides = [word for word in words if "." in word.partition("=")[0]]
+    arguments.overrides = [*arguments.overrides, *overrides]
+    if arguments.explain:
+        from mrl.config.explain import explain, print_explained
+
+        print_explained(explain(arguments.config, arguments.overrides))
     config = load_config(arguments.config, arguments.overrides)
-    plan = build_plan(config)
+    if not (arguments.explain or arguments.json):
+        _tell_keys(arguments, reasons=True)
+    if not has_shape(config):  # the numbers that need no model
+        plan = build_plan(config)
+        if arguments.suggest or arguments.plot is not None:
+            raise FileNotFoundError(f"model.path {config.model.path}: no config.json to plan with")
+        print(json.dumps(plan.to_json(), indent=1)) if arguments.json else print_plan(plan, config)
+        return
+    from mrl.planning.hardware import Machine
+    from mrl.planning.plan import plan_job
+    from mrl.planning.suggest import suggest
+
+    assume = [word for word in words if word not in overrides]
+    job = plan_job(config, Machine.named(arguments.gpu, arguments.network, assume))
+    found = suggest(job.job) if arguments.suggest else ()
+    if arguments.plot is not None:
+        from mrl.planning.plot import save_plot
+
+        save_plot(job, Path(arguments.plot))
     if arguments.json:
-        print(json.dumps(plan.to_json(), indent=1))
-    else:
-        print_plan(plan, config)
+        suggested = {"suggested": [s.to_json() for s in found]} if arguments.suggest else {}
+        print(json.dumps(job.to_json() | suggested, indent=1))
+        return
+    from mrl.planning.show import print_job, print_suggestions
+
+    print_plan(job.job.plan, config)
+    print_job(job)
+    if arguments.suggest:
+        print_suggestions(found)
 
 
 def _reshard(arguments: argparse.Namespace) -> None:
@@ -142,18 +236,25 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int | None:
     from mrl.config import build_plan, print_plan
 
+    if arguments.dry_run:
+        from mrl.config import load_config
+
+        return dry_run(load_config(arguments.config, arguments.overrides))
     config = _load(arguments)
+    require_devices(config)
     from mrl.workers.job import serve_as_rank
 
     if serve_as_rank(config):  # the data and the console are rank 0's
-        return
+        return None
+    _tell_keys(arguments, reasons=False)
     print_plan(build_plan(config), config)
     from mrl.trainer import RayPPOTrainer
 
     RayPPOTrainer(config, _tokenizer(config)).fit()
+    return None
 
 
 def _sft(arguments: argparse.Namespace) -> None:

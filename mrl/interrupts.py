@@ -1,4 +1,4 @@
-"""Ctrl-C that a library cannot swallow."""
+"""Ctrl-C that a library cannot swallow, and signals that ask a run to stop in order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 AGAIN_S = 3.0
+_STOPS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @contextmanager
@@ -44,3 +45,32 @@ def insistent_interrupts(again_s: float = AGAIN_S) -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """Give an event that SIGUSR1 or SIGTERM sets: finish the step in hand, save, leave.
+
+    A second SIGTERM ends the process at once. SIGTERM is left to a launcher that started this
+    process as a rank, since it ends the other ranks with it. Outside the main thread nothing is
+    changed.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+    numbers = _STOPS[:1] if is_rank else _STOPS
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+    # None: a handler that was not set from Python, which cannot be put back
+    before = {number: signal.signal(number, ask) or signal.SIG_DFL for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from mrl.config import (
     training_steps,
 )
 from mrl.data import SFTDataset
+from mrl.interrupts import stop_requests
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics
 from mrl.workers.group import RankPool
@@ -64,9 +66,10 @@ class SFTTrainer:
             print(f"nothing to train: {found.path} is step {found.step} of {self.total_steps}")
             return
         spec = supervised_job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, found))
+        with stop_requests() as stop:
+            run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, found, stop))
 
-    def _run(self, pool: RankPool, spec: JobSpec, found: Found | None) -> None:
+    def _run(self, pool: RankPool, spec: JobSpec, found: Found | None, stop: Event) -> None:
         roles = roles_on(pool, self.config, self.plan, spec)
         actor, trainer = roles.actor, self.config.trainer
         first = found.step if found else 0
@@ -81,13 +84,17 @@ class SFTTrainer:
                 with timer("update_actor"):
                     metrics = reduced(actor.update(batch, "supervise"))
                 with timer("save_checkpoint"):
-                    if is_due(step, trainer.save_freq, self.total_steps):
+                    asked = stop.is_set()
+                    if asked or is_due(step, trainer.save_freq, self.total_steps):
                         self._save(actor, step)
                 timings = timer.metrics()
                 tokens = int(batch.sequences.tokens.lengths.sum())
                 responses = int(batch.sequences.response_lengths.sum())
                 rates = throughput_metrics(timings, tokens, responses, self.plan.world_size)
                 recorder.step(step, {**metrics, **timings, **rates})
+                if asked and step < self.total_steps:
+                    recorder.finish(f"stopped as asked after step {step}, {recorder.folder}")
+                    return
             recorder.finish(f"{self.total_steps} steps, {recorder.folder}")
 
     def _save(self, actor: Any, step: int) -> None:

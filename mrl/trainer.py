@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from threading import Event
 from typing import Any
 
 from mrl.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
@@ -30,6 +31,7 @@ from mrl.config import (
     training_steps,
 )
 from mrl.data import PromptStream, RLHFDataset, StreamState
+from mrl.interrupts import stop_requests
 from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
@@ -82,6 +84,7 @@ class RayPPOTrainer:
     def fit(self, max_steps: int | None = None) -> None:
         """Train up to the configured number of steps, or `max_steps` if that is fewer.
 
+        SIGUSR1 or SIGTERM ends it early: after the step in hand, with a checkpoint to resume from.
         Raises WorkerError with the first cause when a rank fails.
         """
         if serve_as_rank(self.config):
@@ -90,9 +93,17 @@ class RayPPOTrainer:
         found = self._resume_point()
         # The schedule spans the configured run, so a run cut short equals the start of a long one.
         spec = job_spec(self.config, self.plan, self.total_steps)
-        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, last_step, found))
+        with stop_requests() as stop:
+            run_job(
+                self.config,
+                self.plan,
+                spec,
+                lambda pool: self._run(pool, spec, last_step, found, stop),
+            )
 
-    def _run(self, pool: RankPool, spec: JobSpec, last_step: int, found: Found | None) -> None:
+    def _run(
+        self, pool: RankPool, spec: JobSpec, last_step: int, found: Found | None, stop: Event
+    ) -> None:
         roles = roles_on(pool, self.config, self.plan, spec)
         state = self._resume(roles, found)
         reward = self.config.reward
@@ -102,7 +113,7 @@ class RayPPOTrainer:
             ) as scorer,
             Recorder(self.config, self.plan, last_step, state.global_step) as recorder,
         ):
-            _Run(self, roles, scorer, recorder, state, last_step).loop()
+            _Run(self, roles, scorer, recorder, state, last_step, stop).loop()
 
     def _resume_point(self) -> Found | None:
         """Choose the checkpoint to continue from and set later ones aside; starts nothing.
@@ -148,8 +159,10 @@ class _Run:
         recorder: Recorder,
         state: TrainerState,
         last_step: int,
+        stop: Event,
     ) -> None:
         self.config, self.plan, self.roles = trainer.config, trainer.plan, roles
+        self.stop = stop
         self.stream, self.checkpoints = trainer.stream, trainer.checkpoints
         self.scorer, self.recorder = scorer, recorder
         self.state, self.last_step = state, last_step
@@ -178,6 +191,11 @@ class _Run:
                 self.step(step)
             except WorkerError as error:
                 raise WorkerError(f"in step {step}, {error}") from None
+            if self.stop.is_set() and step < self.last_step:
+                if not self.checkpoints.has(step):  # it may have been due
+                    self._write_checkpoint(step)
+                self.recorder.finish(f"stopped as asked after step {step}, {self.recorder.folder}")
+                return
         self.recorder.finish(f"{self.last_step} steps, {self.recorder.folder}")
 
     def step(self, step: int) -> None:
@@ -323,8 +341,10 @@ class _Run:
         return metrics
 
     def _save(self, step: int) -> None:
-        if not is_due(step, self.config.trainer.save_freq, self.last_step):
-            return
+        if is_due(step, self.config.trainer.save_freq, self.last_step):
+            self._write_checkpoint(step)
+
+    def _write_checkpoint(self, step: int) -> None:
         folder = self.checkpoints.begin(step)
         for name, group in (("actor", self.roles.actor), ("critic", self.roles.critic)):
             if group is not None:

@@ -7,10 +7,12 @@ advantages, masks) have one entry for each *response* token, so their lengths ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +44,18 @@ class Ragged:
             torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns])
         )
 
+    @staticmethod
+    def merge(columns: Sequence[Ragged], indices: Sequence[int]) -> Ragged:
+        """Take rows by index, in that order, out of columns stacked under one another."""
+        rows = [row for column in columns for row in column.rows()]
+        return Ragged.from_rows([rows[i] for i in indices])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the values as plain bytes: those of a view alone, not of all its storage."""
+        values = self.values.detach().cpu().contiguous()
+        raw = values.view(-1).view(torch.uint8).numpy()
+        return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), self.lengths.numpy())
+
     def __len__(self) -> int:
         return self.lengths.shape[0]
 
@@ -54,10 +68,17 @@ class Ragged:
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     def select(self, indices: Sequence[int]) -> Ragged:
-        """Take rows by index, in that order."""
-        rows = self.rows()
+        """Take rows by index, in that order; rows that follow one another are a view."""
         if not len(indices):
             return Ragged(self.values[:0], self.lengths[:0])
+        first, stop = indices[0], indices[0] + len(indices)
+        if first >= 0 and _are_consecutive(indices):
+            if stop > len(self):
+                raise IndexError(f"row {stop - 1} of {len(self)}")
+            start = int(self.lengths[:first].sum())
+            lengths = self.lengths[first:stop]
+            return Ragged(self.values[start : start + int(lengths.sum())], lengths)
+        rows = self.rows()
         return Ragged.from_rows([rows[i] for i in indices])
 
     def to(self, device: torch.device) -> Ragged:
@@ -72,6 +93,58 @@ class Ragged:
         """Sum each row, [N] float."""
         sums = torch.zeros(len(self), dtype=self.values.dtype)
         return sums.index_add_(0, self.row_index(), self.values)
+
+
+def _unpickle_ragged(
+    raw: npt.NDArray[np.uint8],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    lengths: npt.NDArray[np.int64],
+) -> Ragged:
+    values = torch.from_numpy(raw).view(dtype).view(shape)
+    return Ragged(values, torch.from_numpy(lengths))
+
+
+def _are_consecutive(indices: Sequence[int]) -> bool:
+    span = range(indices[0], indices[0] + len(indices))
+    return indices == span if isinstance(indices, range) else list(indices) == list(span)
+
+
+class Numbers(Sequence[Any]):
+    """An immutable row of numbers that reads and compares as a tuple and is stored as an array.
+
+    A step has tens of millions of tokens: as Python objects they would take seconds to pickle.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, numbers: Sequence[Any] | npt.NDArray[Any], dtype: type[np.generic]) -> None:
+        """Store a copy of the numbers, or the array itself where it has the dtype already."""
+        self.array: npt.NDArray[Any] = as_array(numbers).astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.array[index].tolist()
+        return tuple(found) if isinstance(index, slice) else found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | Numbers) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def as_array(numbers: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Give the array of `Numbers` itself, of anything else a copy."""
+    return numbers.array if isinstance(numbers, Numbers) else np.asarray(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +164,19 @@ class Sample:
     """One response of the engine to one prompt."""
 
     uid: str
-    prompt_ids: tuple[int, ...]  # [P]
-    response_ids: tuple[int, ...]  # [R], the stop token included when one was sampled
-    log_probs: tuple[float, ...]  # [R], of the sampled tokens, temperature applied
+    prompt_ids: Sequence[int]  # [P]
+    response_ids: Sequence[int]  # [R], the stop token included when one was sampled
+    log_probs: Sequence[float]  # [R], of the sampled tokens, temperature applied
     text: str  # decoded response without special tokens
     finish_reason: str  # "stop" or "length"
     policy_version: int
     # [P + R, layers with experts, chosen experts] integers, where the engine reports them
     routing: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", Numbers(self.prompt_ids, np.int32))
+        object.__setattr__(self, "response_ids", Numbers(self.response_ids, np.int32))
+        object.__setattr__(self, "log_probs", Numbers(self.log_probs, np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +230,7 @@ class Sequences:
 
     def select(self, indices: Sequence[int]) -> Sequences:
         """Take rows by index, in that order."""
-        rows = torch.tensor(list(indices), dtype=torch.int64)
+        rows = torch.as_tensor(indices, dtype=torch.int64)
         return Sequences(self.tokens.select(indices), self.response_lengths[rows])
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mrl.interrupts import insistent_interrupts
+from mrl.interrupts import insistent_interrupts, stop_requests
 
 
 def press_and_wait(seconds: float) -> None:
@@ -41,3 +41,24 @@ def test_the_handler_is_put_back() -> None:
     with insistent_interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_stop_is_asked_for_by_signal(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    before = signal.getsignal(number)
+    with stop_requests() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), number)
+        assert stop.wait(5)
+    assert signal.getsignal(number) is before
+
+
+def test_a_launchers_rank_leaves_sigterm_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests():
+        assert signal.getsignal(signal.SIGTERM) is before

@@ -16,13 +16,13 @@ MAX_LINES = 420
 
 # Lower never imports higher. A room is a module or folder directly under mrl/.
 LEVELS = (
-    {"types", "config"},
+    {"types", "config", "interrupts"},
     {"algorithms", "rewards", "data", "batching"},
     {"resharding"},
     {"workers"},
-    {"checkpoint", "tracking"},
+    {"checkpoint", "tracking", "planning"},
     {"trainer", "sft", "validation", "check_layout"},
-    {"cli", "interrupts", "quickstart"},
+    {"cli", "main_ppo", "launching", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
 def sequence_cost(length: int, hidden_size: int = 4096) -> float:
@@ -16,10 +16,10 @@ def sequence_cost(length: int, hidden_size: int = 4096) -> float:
     return 12.0 * hidden_size * length + float(length) ** 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    cost: float
-    items: tuple[int, ...]
+# A share of a partition: its cost, negative so that the heaviest sorts first, and its items.
+_Share = tuple[float, tuple[int, ...]]
+# The shares of a partition that hold items, heaviest first; as many again as are missing are empty.
+_Partition = list[_Share]
 
 
 def balance(costs: Sequence[float], parts: int, equal_counts: bool) -> list[list[int]]:
@@ -51,30 +51,52 @@ def balance(costs: Sequence[float], parts: int, equal_counts: bool) -> list[list
         )
     if not costs:
         return [[] for _ in range(parts)]
-    shares = _difference(_first_partitions(costs, parts, parts if equal_counts else 1), parts)
-    return [sorted(share.items) for share in shares]
+    shares = _difference(_first_partitions(costs, parts if equal_counts else 1), parts)
+    return [sorted(items) for _, items in shares] + [[] for _ in range(parts - len(shares))]
 
 
-def _first_partitions(costs: Sequence[float], parts: int, chunk: int) -> list[list[_Share]]:
+def _first_partitions(costs: Sequence[float], chunk: int) -> list[_Partition]:
     """Start with one partition for each `chunk` items of similar cost, an item a part."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    partitions = []
-    for start in range(0, len(order), chunk):
-        shares = [_Share(costs[i], (i,)) for i in order[start : start + chunk]]
-        partitions.append(shares + [_Share(0.0, ())] * (parts - len(shares)))
-    return partitions
+    return [
+        [(-costs[i], (i,)) for i in order[start : start + chunk]]
+        for start in range(0, len(order), chunk)
+    ]
 
 
-def _difference(partitions: list[list[_Share]], parts: int) -> list[_Share]:
+def _difference(partitions: list[_Partition], parts: int) -> _Partition:
     """Merge the two most uneven partitions, heavy with light, until one is left."""
-    heap = [(p[-1].cost - p[0].cost, number, p) for number, p in enumerate(partitions)]
+    heap = [(_evenness(p, parts), number, p) for number, p in enumerate(partitions)]
     heapq.heapify(heap)
-    for number in range(len(heap), 2 * len(heap) - 1):
-        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [
-            _Share(a.cost + b.cost, a.items + b.items)
-            for a, b in zip(first, reversed(second), strict=True)
-        ]
-        merged.sort(key=lambda share: (-share.cost, share.items))  # heaviest first
-        heapq.heappush(heap, (merged[-1].cost - merged[0].cost, number, merged))
-    return heap[0][2]
+    first, number = heapq.heappop(heap)[2], len(partitions)
+    while heap:
+        merged = _merge(first, heapq.heappop(heap)[2], parts)
+        first = heapq.heappushpop(heap, (_evenness(merged, parts), number, merged))[2]
+        number += 1
+    return first
+
+
+def _merge(first: _Partition, second: _Partition, parts: int) -> _Partition:
+    """Join the heaviest share of one with the lightest of the other, and so on.
+
+    Most shares meet an empty one: they are left as they are, so that an item costs the time of
+    its insertion and not that of all parts. `first` may be changed and given back.
+    """
+    if len(second) == 1 and len(first) < parts:
+        insort(first, second[0])
+        return first
+    alone = min(len(first), parts - len(second))
+    merged = first[:alone]
+    for index in range(alone, len(first)):
+        cost, items = first[index]
+        other, others = second[parts - 1 - index]
+        merged.append((cost + other, items + others))
+    merged += second[: parts - len(first)]
+    merged.sort()  # of two sorted runs: linear
+    return merged
+
+
+def _evenness(partition: _Partition, parts: int) -> float:
+    """Give how far the lightest share is below the heaviest, negative: the most uneven first."""
+    lightest = partition[-1][0] if len(partition) == parts else 0.0
+    return partition[0][0] - lightest

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mrl.algorithms.losses import loss_counts, token_weights
 from mrl.algorithms.masks import full_mask
-from mrl.types import PolicyBatch, Ragged, Sample, Sequences, ValueBatch
+from mrl.types import PolicyBatch, Ragged, Sample, Sequences, ValueBatch, as_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +35,25 @@ class Experience:
 def collect(groups: Sequence[Sequence[Sample]]) -> Experience:
     """Join the samples of all prompts, in the prompts' order."""
     samples = tuple(sample for group in groups for sample in group)
-    rows = [torch.tensor(s.prompt_ids + s.response_ids, dtype=torch.int64) for s in samples]
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
-    log_probs = torch.tensor([x for s in samples for x in s.log_probs], dtype=torch.float32)
+    totals = lengths + torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64)
+    tokens = _joined([row for s in samples for row in (s.prompt_ids, s.response_ids)], np.int64)
+    log_probs = _joined([s.log_probs for s in samples], np.float32)
     routing = [sample.routing for sample in samples if sample.routing is not None]
     return Experience(
         samples,
         tuple(sample.uid for sample in samples),
-        Sequences(Ragged.from_rows(rows), lengths),
+        Sequences(Ragged(tokens, totals), lengths),
         full_mask(lengths),
         Ragged(log_probs, lengths),
         Ragged.from_rows(routing) if routing else None,
     )
+
+
+def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
+    """Put rows of numbers end to end."""
+    arrays = [np.empty(0, dtype), *(as_array(row) for row in rows)]
+    return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="same_kind"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,17 +64,26 @@ def by_tokens(
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each row, longest first, into the first micro-batch that has room."""
+    """Put each row, longest first, into the first micro-batch that has room.
+
+    Batches that are not opened yet have all of their room. The most room below each node of a
+    binary tree finds the first that fits in the logarithm of their number.
+    """
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [max_tokens] * (2 * leaves)  # node i has the children 2 i and 2 i + 1
     batches: list[list[int]] = []
-    room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = (b for b, free in enumerate(room) if lengths[index] <= free)
-        batch = next(fitting, len(batches))
-        if batch == len(batches):
+        length = lengths[index]
+        node = leaves + len(batches) if length > max_tokens else 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - leaves == len(batches):
             batches.append([])
-            room.append(max_tokens)
-        batches[batch].append(index)
-        room[batch] -= lengths[index]
+        batches[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(batch) for batch in batches]
 
 

@@ -46,10 +46,15 @@ def shares(
         edges = [part * len(lengths) // parts for part in range(parts + 1)]
         rows = [list(range(*edges[part : part + 2])) for part in range(parts)]
     sizes = [[lengths[i] for i in own] for own in rows]
-    most = max(len(cut(own, batching)) for own in sizes)
+    first = [cut(own, batching) for own in sizes]
+    most = max(map(len, first))
+    most += -most % multiple_of
     return [
-        Share(tuple(own), tuple(map(tuple, cut(size, batching, most, multiple_of))))
-        for own, size in zip(rows, sizes, strict=True)
+        Share(
+            tuple(own),
+            tuple(map(tuple, found if len(found) == most else cut(size, batching, most))),
+        )
+        for own, size, found in zip(rows, sizes, first, strict=True)
     ]
 
 

@@ -1,63 +1,61 @@
-"""Old and short spellings of keys, in one table, so that a verl command line works unchanged.
+"""Old and short spellings of keys, so that a verl command line works unchanged.
 
 A text entry renames a key or everything below it; entries chain (the prefix `actor_rollout_ref`
-goes first, then the rest is looked up again). A `Legacy` entry stands for a key without a
-counterpart of the same meaning: each value it may have is written as settings of today's keys.
+goes first, then the rest is looked up again). What becomes of a key that has no counterpart of the
+same meaning is an entry of `mrl.config.outcomes`: some here, those of verl alone in `verl`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from mrl.config.outcomes import Ignored, Legacy, Outcome, Refused, only
 from mrl.config.schema import LoraConfig
-
-
-@dataclass(frozen=True)
-class Legacy:
-    """A key of which only some values mean something here."""
-
-    settings: Mapping[Any, Mapping[str, Any]]  # value -> today's key -> value
-    why: str  # told when another value is found
-    overrides: bool = False  # wins over today's keys; otherwise they must say the same
-
-
-def _only(value: Any, why: str) -> Legacy:
-    return Legacy({value: {}}, why)
-
+from mrl.config.verl import IGNORED_ITEMS, VERL
+from mrl.config.verl_megatron import VERL_MEGATRON
 
 _ROLES = ("actor", "critic", "ref")
 
-ALIASES: dict[str, str | Legacy] = {
+ALIASES: dict[str, str | Outcome] = {
+    **VERL,
+    **VERL_MEGATRON,
     "actor_rollout_ref": "",
     "actor_rollout.megatron": "actor.megatron",
     "actor_rollout.vllm": "rollout",
     "rollout.tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "critic.model.path": "critic.path",
     "custom_reward_function": "reward.custom_reward_function",
+    "reward_model": "reward.reward_model",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+    "sandbox_fusion": "reward.sandbox_fusion",
+    "data.tokenizer": "model.tokenizer_path",
+    "nccl_timeout": "trainer.fault_timeout_s",
+    "actor.use_fused_kernels": "actor.megatron.use_fused_kernels",
+    "actor.megatron.router_replay": "actor.router_replay",
+    "rollout.full_determinism": "trainer.full_determinism",
     "data.filter_overlong_prompts": Legacy(
         # Whatever data.truncation says: after the filter no prompt is left to truncate.
         {True: {"data.truncation": "filter"}, False: {}},
         "says whether over-long prompts are filtered (data.truncation=filter)",
         overrides=True,
     ),
-    "trainer.enable_resharding": _only(
+    "trainer.enable_resharding": only(
         True, "weights always reach the engine by resharding; it cannot be switched off"
     ),
     "trainer.colocate_actor_critic": Legacy(
         {True: {"placement.mode": "colocated"}},
         "actor and critic on different ranks is not supported yet",
     ),
-    "model_engine": _only("megatron", "the training engine is Megatron-Core"),
-    "model.use_remove_padding": _only(True, "sequences are always packed without padding"),
+    "model_engine": only("megatron", "the training engine is Megatron-Core"),
     "model.lora_rank": "model.lora.rank",
     "model.lora_alpha": "model.lora.alpha",
     "model.target_modules": "model.lora.target_modules",
     "model.lora_adapter_path": "model.lora.adapter_path",
-    "model.lora.type": _only("lora", "only plain low-rank adapters are trained"),
-    "model.lora.dropout": _only(0, "nothing drops out: log-probs of two passes must agree"),
     "model.use_fused_kernels": "actor.megatron.use_fused_kernels",
     "model.enable_gradient_checkpointing": Legacy(
         {
@@ -71,14 +69,9 @@ ALIASES: dict[str, str | Legacy] = {
         "says whether activations are computed again backward "
         "(actor.megatron.recompute_granularity=full)",
     ),
-    "actor.policy_loss.loss_mode": _only("vanilla", "only the clipped PPO loss is supported"),
     "rollout.enable_rollout_routing_replay": Legacy(
         {True: {"actor.router_replay.mode": "R3"}, False: {}},
         "says whether training repeats the engine's routing (actor.router_replay.mode=R3)",
-    ),
-    "rollout.calculate_log_probs": _only(True, "the engine always returns log-probs"),
-    "rollout.logprobs_mode": _only(
-        "processed_logprobs", "log-probs always have the temperature applied"
     ),
 }
 for _role in _ROLES:
@@ -88,33 +81,31 @@ for _role in _ROLES:
         f"{_megatron}.tensor_parallel_size": f"{_megatron}.tensor_model_parallel_size",
         f"{_megatron}.pipeline_parallel_size": f"{_megatron}.pipeline_model_parallel_size",
         f"{_megatron}.expert_parallel_size": f"{_megatron}.expert_model_parallel_size",
-        f"{_role}.strategy": _only("megatron", "the training engine is Megatron-Core"),
-        f"{_megatron}.moe_router_dtype": _only("fp32", "routers always compute in float32"),
-        f"{_megatron}.moe_token_dispatcher_type": _only(
-            "alltoall", "tokens reach their experts by all-to-all"
-        ),
-        f"{_megatron}.moe_enable_deepep": _only(
-            False, "tokens reach their experts by Megatron's all-to-all"
-        ),
     }
     ALIASES |= {
         f"{_megatron}.override_transformer_config": _megatron,
         f"{_megatron}.override_ddp_config": _megatron,
+        f"{_megatron}.override_model_config.moe_config": _megatron,
     }
 for _role in ("actor", "critic"):
     ALIASES[f"{_role}.optim.override_optimizer_config"] = f"{_role}.optim"
+    ALIASES[f"{_role}.optim.warmup_style"] = f"{_role}.optim.lr_decay_style"
 
 # Values with another spelling than the field's type allows.
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "model.lora.target_modules": {"all-linear": list(LoraConfig().target_modules)},
     "trainer.logger": {"none": [], None: []},
+    "actor.optim.lr_warmup_steps": {None: -1},
+    "critic.optim.lr_warmup_steps": {None: -1},
+    "reward.custom_reward_function.name": {None: "compute_score"},
     # YAML reads a plain `off` as false
     "resharding.verify": {False: "off", True: "every_step"},
 }
 
 LEGACY: dict[str, Legacy] = {k: v for k, v in ALIASES.items() if isinstance(v, Legacy)}
 _RENAMES: dict[str, str] = {k: v for k, v in ALIASES.items() if isinstance(v, str)}
-_PLAIN_INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+# `${key}` or, as verl writes defaults, `${oc.select:key,value}`
+_REFERENCE = re.compile(r"\$\{(oc\.select:)?([A-Za-z_][\w.]*)(?=[},])")
 
 
 def rename(key: str) -> str:
@@ -127,10 +118,38 @@ def rename(key: str) -> str:
     return key
 
 
+def outcome(key: str) -> Outcome | None:
+    """Find what becomes of a key in today's spelling; None: it is the schema's, or unknown."""
+    parts = key.split(".")
+    for size in range(len(parts), 0, -1):
+        found = ALIASES.get(".".join(parts[:size]))
+        if isinstance(found, Ignored | Refused) or (
+            isinstance(found, Legacy) and size == len(parts)
+        ):
+            return found
+    return None
+
+
+def ignored_items(key: str, value: Any) -> dict[str, str]:
+    """Find the items of a value that have no effect; item -> why."""
+    reasons = IGNORED_ITEMS.get(key, {})
+    items = value if isinstance(value, list) else [value]
+    return {item: reasons[item] for item in items if isinstance(item, str) and item in reasons}
+
+
+def without_ignored(key: str, value: Any) -> Any:
+    """Give a value without the items that have no effect."""
+    ignored = ignored_items(key, value)
+    if not ignored:
+        return value
+    items: Sequence[Any] = value if isinstance(value, list) else [value]
+    return [item for item in items if item not in ignored]
+
+
 def rename_references(value: Any) -> Any:
     """Give today's spelling of the keys that `${...}` in a value refers to."""
     if isinstance(value, str):
-        return _PLAIN_INTERPOLATION.sub(lambda m: f"${{{rename(m.group(1))}}}", value)
+        return _REFERENCE.sub(lambda m: f"${{{m.group(1) or ''}{rename(m.group(2))}", value)
     if isinstance(value, list):
         return [rename_references(item) for item in value]
     return value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf, isfinite
+from math import inf
+from sys import float_info
 from typing import Any
 
 from mrl.config.errors import Violation
@@ -59,6 +60,10 @@ SIZES: set[str] = {
 }
 
 
+def _is_finite(value: float) -> bool:
+    return abs(value) <= float_info.max  # an integer may be too large for a float
+
+
 @dataclass(frozen=True)
 class Range:
     """The numbers from `low` to `high`, an open end excluded."""
@@ -73,7 +78,7 @@ class Range:
         """Say whether a finite number lies inside."""
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
-        return isfinite(value) and above and below
+        return _is_finite(value) and above and below
 
     def describe(self) -> str:
         """Name the bounds in words."""
@@ -90,7 +95,7 @@ class Range:
         bound, is_open = (
             (self.low, self.low_open) if value <= self.low else (self.high, self.high_open)
         )
-        if is_open or not isfinite(bound) or not isfinite(value):
+        if is_open or not _is_finite(bound) or not _is_finite(value):
             return "" if default is None else str(default)
         return f"{bound:g}"
 

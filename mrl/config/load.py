@@ -14,35 +14,55 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config import schema
-from mrl.config.aliases import ALIASES, LEGACY, VALUE_ALIASES, rename, rename_references
+from mrl.config.aliases import (
+    ALIASES,
+    LEGACY,
+    VALUE_ALIASES,
+    outcome,
+    rename,
+    rename_references,
+    without_ignored,
+)
 from mrl.config.check import check_config
 from mrl.config.check_values import check_values
 from mrl.config.errors import ConfigError, Violation, raise_any
+from mrl.config.outcomes import Ignored, Legacy, Refused
 from mrl.config.typed import Key, coerce, field_keys, schema_keys
+from mrl.config.verl import DEFAULTS
 
 _BASE = "base"
+# PyYAML's own errors and those that its constructors of numbers, dates and nested text let through.
+_UNREADABLE = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+)
 _LEGACY_ROOT = "_legacy"  # holds the values of keys that are translated after merging
 _ABSENT = object()
+_LONGEST_KEY = 100  # nothing longer is a misspelling
 _OPEN = "???"  # OmegaConf's mark of a value to be given
 # Sections that may be given in part: what is not said follows the section named here.
 _FOLLOWS = {"ref.megatron": "actor.megatron", "critic.megatron": "actor.megatron"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> schema.Config:
     """Load a config file, its chain of `base:` files and `key=value` overrides; check all.
 
-    Later overrides win over earlier ones, overrides over the file, the file over its base. File
-    names inside the config stay as written, relative to the current directory. Raises
-    `ConfigError` (a `ValueError`) with every violation found.
+    Later overrides win over earlier ones, overrides over the file, the file over its base. Without
+    a file (None) verl's defaults are below the overrides. File names inside the config stay as
+    written, relative to the current directory. Raises `ConfigError` (a `ValueError`) with every
+    violation found.
     """
     violations: list[Violation] = []
-    layers = [_layer(tree, violations) for tree in _read_chain(Path(path))]
-    for override in overrides:
-        parsed = _parse_override(override, violations)
-        if parsed is not None:
-            layers.append(_layer(parsed, violations))
+    sources = [DEFAULTS] if path is None else _read_chain(Path(path))
+    trees = [*sources, *parse_overrides(overrides, violations)]
+    layers = [_layer(tree, violations) for tree in trees]
     violations += _still_open(layers)
-    merged = OmegaConf.merge(_as_lists(asdict(schema.Config())), {_LEGACY_ROOT: {}}, *layers)
+    defaults = {**_as_lists(asdict(schema.Config())), _LEGACY_ROOT: {}}
+    merged = OmegaConf.merge(defaults, *_joined(layers))
     assert isinstance(merged, DictConfig)
     given = {key: value for layer in layers for key, value in _leaves(layer)}
     _translate_legacy(merged, given, violations)
@@ -52,6 +72,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.Confi
     violations += check_values(config) if builder.failed else check_config(config)
     raise_any(violations)
     return config
+
+
+def written(path: str | Path | None, overrides: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """List the keys of a config file, its bases and overrides as they are spelled, with values.
+
+    Those of files come first, each once: what a later source says of a key counts. Overrides that
+    cannot be read are left out. Raises `ConfigError` for files that cannot be read.
+    """
+    trees = [] if path is None else _read_chain(Path(path))
+    trees += parse_overrides(overrides, [])
+    return list({key: value for tree in trees for key, value in _leaves(tree)}.items())
 
 
 def save_resolved(config: schema.Config, path: str | Path) -> None:
@@ -85,18 +116,22 @@ def _escape(value: Any) -> Any:
 
 def _read_chain(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read a file and the bases under it, the lowest first."""
-    place = path.resolve()
+    try:
+        place, is_file = path.resolve(), path.is_file()
+    except (OSError, ValueError) as error:  # too long, or with a character that no name has
+        key = _BASE if seen else "config file"
+        raise ConfigError([Violation(key, str(path), f"no file name: {error}")]) from error
     if place in seen:
         chain = " -> ".join(p.name for p in (*seen, place))
         raise ConfigError([Violation(_BASE, str(path), f"the base files form a circle: {chain}")])
-    if not path.is_file():
+    if not is_file:
         where = f", named as the base of {seen[-1]}" if seen else ""
         raise ConfigError(
             [Violation(_BASE if seen else "config file", str(path), f"no such file{where}")]
         )
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+    except (*_UNREADABLE, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError([Violation("config file", str(path), f"not YAML: {reason}")]) from error
     if not isinstance(tree, dict):
@@ -112,6 +147,12 @@ def _read_chain(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]
     return [*_read_chain(path.parent / base, (*seen, place)), named]
 
 
+def parse_overrides(overrides: Sequence[str], violations: list[Violation]) -> list[dict[str, Any]]:
+    """Read `key=value` texts, each a tree; those that cannot be read become violations."""
+    parsed = (_parse_override(text, violations) for text in overrides)
+    return [tree for tree in parsed if tree is not None]
+
+
 def _parse_override(text: str, violations: list[Violation]) -> dict[str, Any] | None:
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -123,7 +164,7 @@ def _parse_override(text: str, violations: list[Violation]) -> dict[str, Any] | 
         # OmegaConf's own YAML loader reads 1e-6 as a number and refuses a key given twice.
         node = OmegaConf.create(f"value: {value}" if value.strip() else {"value": ""})
         return {key: OmegaConf.to_container(node, resolve=False)["value"]}
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except _UNREADABLE as error:
         reason = " ".join(str(error).split())
         violations.append(Violation(key, value, f"not YAML: {reason}"))
         return None
@@ -133,20 +174,25 @@ def _layer(tree: Mapping[str, Any], violations: list[Violation]) -> dict[str, An
     """Bring one source of settings to today's keys, as a nested tree."""
     layer: dict[str, Any] = {}
     spelled: dict[str, tuple[str, Any]] = {}
-    for written, value in _leaves(tree):
-        key = rename(written)
-        other, earlier = spelled.setdefault(key, (written, value))
-        if other != written and earlier != value:
+    for spelling, value in _leaves(tree):
+        key = rename(spelling)
+        other, earlier = spelled.setdefault(key, (spelling, value))
+        if other != spelling and earlier != value:
             rule = f"the same key as {other}, which is {earlier!r}; keep one of the two"
-            violations.append(Violation(written, value, rule))
-        elif key in LEGACY:
+            violations.append(Violation(spelling, value, rule))
+        elif isinstance(fate := outcome(key), Ignored):
+            continue  # told by `explain`
+        elif isinstance(fate, Refused):
+            if value not in fate.off:
+                violations.append(Violation(spelling, value, f"not supported: {fate.why}"))
+        elif isinstance(fate, Legacy):
             layer.setdefault(_LEGACY_ROOT, {})[key] = value
         elif not _is_known(key):
-            violations.append(_unknown(written, key, value))
+            violations.append(_unknown(spelling, key, value))
         elif fault := _section_fault(key, value):
-            violations.append(Violation(written, value, fault))
+            violations.append(Violation(spelling, value, fault))
         elif not (value is None and _is_plain_section(key)):  # a bare `actor:` sets nothing
-            _put(layer, key, rename_references(value))
+            _put(layer, key, rename_references(without_ignored(key, value)))
     return layer
 
 
@@ -171,6 +217,36 @@ def _is_known(key: str) -> bool:
 def _is_plain_section(key: str) -> bool:
     known = schema_keys().get(key)
     return known is not None and known.is_section and not known.optional
+
+
+def _joined(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Give the same settings in few layers: OmegaConf takes long over each.
+
+    A section in the place of a value, or the other way round, is left to OmegaConf.
+    """
+    joined: list[dict[str, Any]] = []
+    for layer in layers:
+        if not joined or not _fits(joined[-1], layer):
+            joined.append({})
+        _add(joined[-1], layer)
+    return joined
+
+
+def _fits(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> bool:
+    shared = [(tree[name], value) for name, value in layer.items() if name in tree]
+    return all(
+        isinstance(old, dict) == isinstance(new, dict)
+        and (not isinstance(new, dict) or _fits(old, new))
+        for old, new in shared
+    )
+
+
+def _add(tree: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for name, value in layer.items():
+        if isinstance(value, dict):
+            _add(tree.setdefault(name, {}), value)
+        else:
+            tree[name] = value
 
 
 def _still_open(layers: Sequence[Mapping[str, Any]]) -> list[Violation]:
@@ -204,19 +280,27 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _unknown(written: str, key: str, value: Any) -> Violation:
-    """Refuse a key, naming the nearest one by its whole name or its last part."""
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        last = difflib.SequenceMatcher(
-            None, key.rpartition(".")[2], candidate.rpartition(".")[2]
-        ).ratio()
-        return max(whole, 0.7 * last + 0.3 * whole)
-
-    leaves = [name for name, known in schema_keys().items() if not known.is_section]
-    best = max([*leaves, *filter(None, ALIASES)], key=likeness)
-    hint = f"did you mean {best}?" if likeness(best) >= 0.6 else "nothing known is like it"
+    near = _nearest_key(key)
+    hint = f"did you mean {near}?" if near else "nothing known is like it"
     return Violation(written, value, f"unknown key; {hint}")
+
+
+def _nearest_key(key: str) -> str:
+    """Find the key that is most like another by its whole name or its last part, "" if none is."""
+    leaves = [name for name, known in schema_keys().items() if not known.is_section]
+    others = [old for old, new in ALIASES.items() if old and isinstance(new, str | Legacy)]
+    whole, last = (difflib.SequenceMatcher(None, b=b) for b in (key, key.rpartition(".")[2]))
+    best, likeness = "", 0.6
+    for candidate in [*leaves, *others] if len(key) <= _LONGEST_KEY else []:
+        whole.set_seq1(candidate)
+        last.set_seq1(candidate.rpartition(".")[2])
+        most = max(whole.quick_ratio(), 0.7 * last.quick_ratio() + 0.3)
+        if most <= likeness:
+            continue
+        found = max(whole.ratio(), 0.7 * last.ratio() + 0.3 * whole.ratio())
+        if found > likeness:
+            best, likeness = candidate, found
+    return best
 
 
 def _translate_legacy(
@@ -230,22 +314,22 @@ def _translate_legacy(
             violations.append(Violation(key, None, str(error).splitlines()[0]))
             continue
         legacy = LEGACY[key]
-        known = isinstance(value, bool | int | float | str) and value in legacy.settings
+        plain = value is None or isinstance(value, bool | int | float | str)
+        known = plain and value in legacy.settings
         if not known:
-            legal = " or ".join(_as_yaml(v) for v in legacy.settings)
+            legal = " or ".join(as_yaml(v) for v in legacy.settings)
             violations.append(Violation(key, value, legacy.why, legal))
             continue
         for target, setting in legacy.settings[value].items():
             other = given.get(target)
             if other not in (None, setting) and not legacy.overrides:
-                rule = (
-                    f"means {target}={_as_yaml(setting)}, which is {other!r}; keep one of the two"
-                )
+                rule = f"means {target}={as_yaml(setting)}, which is {other!r}; keep one of the two"
                 violations.append(Violation(key, value, rule))
             OmegaConf.update(merged, target, setting)
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """Spell a value as in a config file."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

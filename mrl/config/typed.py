@@ -48,6 +48,7 @@ def schema_keys() -> dict[str, Key]:
     return dict(_walk(Config, ""))
 
 
+@cache
 def field_keys(cls: type) -> dict[str, Key]:
     """List the fields of one section."""
     hints = get_type_hints(cls)

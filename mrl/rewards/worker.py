@@ -105,6 +105,7 @@ def serve(connection: Connection, timeout_s: float, custom: ComputeScore | None)
 
 def main() -> None:
     """Start up, report, serve."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's, sent to a whole Slurm step
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -74,8 +74,8 @@ def summarise_batch(batch: ScoredBatch) -> dict[str, float]:
     return {
         **_statistics("critic/score", values[scored]),
         **_statistics("critic/rewards", sequence_rewards[scored]),
-        **_statistics("critic/advantages", batch.advantages.values[live]),
-        **_statistics("critic/returns", batch.returns.values[live]),
+        **_statistics("critic/advantages", _kept(batch.advantages, live)),
+        **_statistics("critic/returns", _kept(batch.returns, live)),
         **_critic_metrics(batch, live),
         **_statistics("response_length", lengths),
         **_mean("response_length/clip_ratio", batch.truncated),
@@ -114,12 +114,17 @@ def seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) 
 def _statistics(name: str, values: Tensor) -> dict[str, float]:
     if not values.numel():
         return {}
-    numbers = values.double()
+    low, high = values.aminmax()
     return {
-        f"{name}/mean": float(numbers.mean()),
-        f"{name}/max": float(numbers.max()),
-        f"{name}/min": float(numbers.min()),
+        f"{name}/mean": float(values.double().mean()),
+        f"{name}/max": float(high),
+        f"{name}/min": float(low),
     }
+
+
+def _kept(column: Ragged, live: Tensor) -> Tensor:
+    """Give the values of the live tokens [T]; most steps have no other, and need no copy."""
+    return column.values if bool(live.all()) else column.values[live]
 
 
 def _mean(name: str, flags: Sequence[bool]) -> dict[str, float]:
@@ -129,7 +134,7 @@ def _mean(name: str, flags: Sequence[bool]) -> dict[str, float]:
 def _critic_metrics(batch: ScoredBatch, live: Tensor) -> dict[str, float]:
     if batch.values is None:
         return {}
-    values, returns = batch.values.values[live].double(), batch.returns.values[live].double()
+    values, returns = _kept(batch.values, live).double(), _kept(batch.returns, live).double()
     metrics = _statistics("critic/values", values)
     if values.numel() > 1:
         unexplained = (returns - values).var() / (returns.var() + 1e-5)
@@ -142,8 +147,8 @@ def _mismatch(batch: ScoredBatch) -> dict[str, float]:
     live = batch.mask.values
     if not bool(live.any()):
         return {}
-    engine = batch.rollout_log_probs.values[live].double()
-    trainer = batch.old_log_probs.values[live].double()
+    engine = _kept(batch.rollout_log_probs, live).double()
+    trainer = _kept(batch.old_log_probs, live).double()
     gaps = {
         "training/rollout_probs_diff": (engine.exp() - trainer.exp()).abs(),
         "training/rollout_log_probs_diff": (engine - trainer).abs(),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mrl.algorithms.reductions import Max, Metric, merge
 from mrl.batching.balance import sequence_cost
@@ -29,7 +30,10 @@ from mrl.types import (
 
 
 class RankPool(Protocol):
-    """Processes that hold roles; calls to one rank run in the order of submission."""
+    """Processes that hold roles; calls to one rank run in the order of submission.
+
+    Calls in a row with the very same `args` may share one copy on their way: nobody changes them.
+    """
 
     world_size: int
 
@@ -77,6 +81,12 @@ class MegatronRanks:
         """Give the data-parallel index of a rank."""
         return rank // (self.tp * self.cp) % self.dp
 
+    def part(self, index: int) -> list[int]:
+        """List the ranks of a data-parallel part, ascending."""
+        width = self.tp * self.cp  # neighbours, on each pipeline stage
+        starts = range(index * width, len(self.all), width * self.dp)
+        return [rank for start in starts for rank in range(start, start + width)]
+
 
 class TrainGroup:
     """A Megatron role on all its ranks; rows go out by part and come back in order."""
@@ -111,7 +121,10 @@ class TrainGroup:
     ) -> Mapping[str, Metric]:
         """Take one optimizer step on a mini-batch; its metrics are reduced over the ranks."""
         parts = self._split(batch.sequences, self.batching)
-        answers = self._scatter(method, [(batch.select(p.rows), p.cuts) for p in parts])
+        answers = self._scatter(
+            method,
+            [(rows, part.cuts) for rows, part in zip(_dealt(batch, parts), parts, strict=True)],
+        )
         balance = Max(imbalance(self._costs(batch.sequences), parts))
         return {**merge(answers), f"perf/imbalance/{self.role}": balance}
 
@@ -136,16 +149,9 @@ class TrainGroup:
 
     def _columns(self, method: str, sequences: Sequences, *columns: Ragged) -> Any:
         parts = self._split(sequences, self.log_prob_batching)
-        calls = [
-            (sequences.select(p.rows), p.cuts, *(c.select(p.rows) for c in columns)) for p in parts
-        ]
-        answers = self._scatter(method, calls)
-        order = [i for part in parts for i in part.rows]
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        if isinstance(answers[0], tuple):
-            found = zip(*answers, strict=True)
-            return tuple(Ragged.concat(column).select(inverse) for column in found)
-        return Ragged.concat(answers).select(inverse)
+        rows, cuts = _dealt(sequences, parts), [part.cuts for part in parts]
+        more = [_dealt(column, parts) for column in columns]
+        return _in_order(self._scatter(method, [*zip(rows, cuts, *more, strict=True)]), parts)
 
     def _costs(self, sequences: Sequences) -> list[float]:
         lengths = sequences.tokens.lengths.tolist()
@@ -164,15 +170,39 @@ class TrainGroup:
 
     def _scatter(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send each data-parallel part its call; give one answer a part, in part order."""
-        futures = [
-            self.pool.submit(rank, self.role, method, calls[self.ranks.part_of(rank)])
-            for rank in self.ranks.all
-        ]
+        futures, owners = [], []
+        for part, args in enumerate(calls):
+            ranks = self.ranks.part(part)
+            futures += [self.pool.submit(rank, self.role, method, args) for rank in ranks]
+            owners += [part] * len(ranks)
         answers: list[Any] = [None] * self.ranks.dp
-        for rank, answer in enumerate(self.pool.wait(futures)):
+        for part, answer in zip(owners, self.pool.wait(futures), strict=True):
             if answer is not None:
-                answers[self.ranks.part_of(rank)] = answer
+                answers[part] = answer
         return answers
+
+
+class _Rows(Protocol):
+    """Rows that can be taken by index."""
+
+    def select(self, indices: Sequence[int]) -> Self: ...
+
+
+def _dealt[R: _Rows](batch: R, parts: Sequence[Share]) -> list[R]:
+    """Give each part its rows: brought into the parts' order once, of which each is a view."""
+    dealt = batch.select([i for part in parts for i in part.rows])
+    edges = [0, *accumulate(len(part.rows) for part in parts)]
+    return [dealt.select(range(start, stop)) for start, stop in pairwise(edges)]
+
+
+def _in_order(answers: Sequence[Any], parts: Sequence[Share]) -> Any:
+    """Bring the columns (or tuples of columns) that the parts answered into the rows' order."""
+    order = [i for part in parts for i in part.rows]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    if isinstance(answers[0], tuple):
+        found = zip(*answers, strict=True)
+        return tuple(Ragged.merge(column, inverse) for column in found)
+    return Ragged.merge(answers, inverse)
 
 
 class RolloutGroup:

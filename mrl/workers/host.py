@@ -33,6 +33,7 @@ class WorkerHost:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.device = _device(spec.device)
         self._deterministic = spec.deterministic
+        print(self._binding(), flush=True)
         self._join(spec, store)
         everyone = range(self.world_size)
         self._everyone, self._trainer, self._engine = worlds(
@@ -78,6 +79,16 @@ class WorkerHost:
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
         return RankInfo(self.rank, socket.gethostname(), os.getpid(), str(self.device), name)
+
+    def _binding(self) -> str:
+        """Say which physical device this rank has, and what decided that."""
+        device = str(self.device)
+        if self.device.type == "cuda":
+            found = torch.cuda.get_device_properties(self.device)
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+            device += f" = {found.name} GPU-{found.uuid}, CUDA_VISIBLE_DEVICES={seen}"
+        threads = os.environ.get("OMP_NUM_THREADS", "unset")
+        return f"rank {self.rank} on {socket.gethostname()}: {device}, OMP_NUM_THREADS={threads}"
 
     def close(self) -> None:
         """Leave the job."""

@@ -31,7 +31,7 @@ class _Rank:
         self.host = WorkerHost(spec, dist.TCPStore(host, port))
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        """Run a role's method."""
+        """Run a role's method; Ray has fetched `args` from its store, once a node."""
         return self.host.call(role, method, args)
 
     def close(self) -> None:
@@ -56,6 +56,7 @@ class RayPool:
             }  # fmt: skip
             ray.init(log_to_driver=False, configure_logging=False, **local)
         self._actors: list[Any] = []
+        self._stored: tuple[Any, Any] = (None, None)  # the last arguments, in Ray's object store
         try:
             self._start(spec)
         except BaseException:
@@ -89,8 +90,10 @@ class RayPool:
         self.wait([_future(rank, "build", ref) for rank, ref in enumerate(builds)])
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method."""
-        ref = self._actors[rank].call.remote(role, method, args)
+        """Ask a rank to run a role's method; calls in a row with the same args store them once."""
+        if args is not self._stored[0]:
+            self._stored = (args, ray.put(args))
+        ref = self._actors[rank].call.remote(role, method, self._stored[1])
         return _future(rank, f"{role}.{method}", ref)
 
     def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:

@@ -37,6 +37,7 @@ from mrl.workers.wire import (
     Hello,
     connect,
     die_with_parent,
+    pack,
     receive,
     send,
     serve,
@@ -65,6 +66,7 @@ class SpmdPool:
         self._pending: dict[int, tuple[int, str, Future[Any]]] = {}  # by call number
         self._lock = threading.Lock()
         self._count = 0
+        self._packed: tuple[tuple[Any, ...], bytes] = ((), pack(()))  # the last arguments
         self._causes: list[_Cause] = []
         self._failed = threading.Event()
         self._closing = False
@@ -81,14 +83,17 @@ class SpmdPool:
         self.wait([self.submit(rank, "", "build", ()) for rank in range(self.world_size)])
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method."""
+        """Ask a rank to run a role's method; calls in a row with the same args pickle them once."""
         future: Future[Any] = Future()
         with self._lock:
+            if args is not self._packed[0]:
+                self._packed = (args, pack(args))
             self._count += 1
             number = self._count
             self._pending[number] = (rank, f"{role}.{method}".lstrip("."), future)
             try:
-                send(self._connections[rank], Call(number, role, method, args))
+                send(self._connections[rank], Call(number, role, method))
+                self._connections[rank].send_bytes(self._packed[1])
             except OSError:
                 self._failed.set()  # its reader thread tells why
         return future

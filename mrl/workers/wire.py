@@ -34,12 +34,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One method call."""
+    """One method call; its arguments follow in a frame of their own, pickled once for all ranks."""
 
     number: int
     role: str
     method: str
-    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,14 @@ class Goodbye:
     """The controller has no more calls."""
 
 
+def pack(message: Any) -> bytes:
+    """Pickle a message for `send_bytes`."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def send(connection: Connection, message: Any) -> None:
     """Send one message."""
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(pack(message))
 
 
 def receive(connection: Connection) -> Any:
@@ -89,20 +93,21 @@ def serve(connection: Connection, call: Callable[[str, str, tuple[Any, ...]], An
         try:
             while True:
                 message = receive(connection)
-                inbox.put(message)
                 if isinstance(message, Goodbye):
+                    inbox.put((message, ()))
                     return
+                inbox.put((message, receive(connection)))
         except (EOFError, OSError):
             # Without a controller there is nothing to finish: end at once, even in a collective.
             os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        message = inbox.get()
+        message, args = inbox.get()
         if isinstance(message, Goodbye):
             return
         try:
-            value = call(message.role, message.method, message.args)
+            value = call(message.role, message.method, args)
         except BaseException:
             # Process edge: whatever it was, the controller is told which rank and call it hit.
             traceback.print_exc()

@@ -18,7 +18,7 @@ from mrl.batching.experience import collect
 from mrl.config.plan import spread
 from mrl.config.schema import MegatronConfig, OptimConfig, ReshardingConfig, RolloutConfig
 from mrl.types import Batching, PolicyBatch, Prompt, Sample, SamplingParams
-from mrl.workers.group import MegatronRanks, RolloutGroup, TrainGroup
+from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RoleSpec, RolloutSpec
 from mrl.workers.spmd import SpawnedPool
 from tests.models import VOCAB, write_model
@@ -105,25 +105,33 @@ def spec_of(model: Path, layout: MegatronConfig) -> JobSpec:
     )
 
 
-@contextmanager
-def running(folder: Path, layout: MegatronConfig) -> Iterator[Hands]:
-    """Run a job in a process of its own and bring the first weights into the engine."""
-    model = write_model(
-        folder / "model", "qwen2", hidden_size=HIDDEN, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=256,
+def write_policy(folder: Path) -> Path:
+    return write_model(
+        folder, "qwen2", hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=512, max_position_embeddings=256,
         # vLLM warms up with the tokens 0, 1, 2, ..: fewer words would be read out of bounds
         vocab_size=1024, initializer_range=0.05,
     )  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path, layout: MegatronConfig) -> Iterator[Hands]:
+    """Run a job in a process of its own and bring the first weights into the engine."""
+    model = write_policy(folder / "model")
     pool = SpawnedPool(1, spec_of(model, layout), folder / "logs")
     try:
-        batching = Batching(max_tokens=1024)
-        ranks = MegatronRanks(1, 1, 1, 1)
-        actor = TrainGroup(pool, "actor", ranks, batching, batching, HIDDEN)
-        rollout = RolloutGroup(pool, 1, spread)
-        rollout.sync(0)
-        yield Hands(actor, rollout)
+        yield hands_on(pool)
     finally:
         pool.close()
+
+
+def hands_on(pool: RankPool) -> Hands:
+    """Bring the first weights into the engine."""
+    batching = Batching(max_tokens=1024)
+    actor = TrainGroup(pool, "actor", MegatronRanks(1, 1, 1, 1), batching, batching, HIDDEN)
+    rollout = RolloutGroup(pool, 1, spread)
+    rollout.sync(0)
+    return Hands(actor, rollout)
 
 
 @pytest.mark.parametrize("layout", [MegatronConfig(), OFFLOADED], ids=["there", "offloaded"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from mrl.config.schema import MegatronConfig
 from mrl.resharding.families import ModelShape
 
+# Transformer Engine 2.20's name for a layer's quantized weights, which it keeps between runs
+_CACHE = "_fp8_workspaces"
 _ALIGN = 16  # what each side of an FP8 matrix product divides by
 _BLOCK = 128  # of the blockwise recipe: tokens that one scale covers
 # compute capability and what has it
@@ -70,6 +73,18 @@ def fp8_config(shape: ModelShape, layout: MegatronConfig) -> dict[str, Any]:
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     }
+
+
+def forget_quantized(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the quantized copies of the weights; not between a forward and its backward pass.
+
+    A layer that finds none makes one from its weight, in any micro-batch; those that it finds it
+    fills anew in the first one of every run.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, _CACHE):
+                getattr(module, _CACHE).clear()
 
 
 def row_multiple(config: TransformerConfig) -> int:

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, UntypedStorage
 
 from mrl.config.schema import MegatronConfig
+from mrl.workers.megatron.fp8 import forget_quantized
 from mrl.workers.megatron.optimizer import Trainer
 
 # torch's pinned allocator rounds up to powers of two, so slabs are powers of two; a large one
@@ -56,7 +57,7 @@ class RoleMemory:
         device: torch.device,
     ) -> None:
         """Find what there is to move; `trainer` is None where the role is frozen."""
-        self._device, self._trainer = device, trainer
+        self._device, self._trainer, self._chunks = device, trainer, chunks
         lane = torch.cuda.Stream(device) if device.type == "cuda" else None
         moved: dict[Part, _Moved] = {}
         if layout.param_offload:
@@ -118,6 +119,8 @@ class RoleMemory:
             torch.cuda.synchronize(self._device)
         for moved in leaving:
             moved.free()
+        if Part.PARAMS in self.away:
+            forget_quantized(self._chunks)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # an engine in the same process has its own allocator
 

@@ -265,3 +265,27 @@ def test_parameters_gathered_after_they_were_away_are_kept_whole(ranks: Ranks, q
             seen.append(actor.log_probs(rows)[0].values)
         assert torch.equal(*seen)
         assert not torch.equal(seen[0], first.values)
+
+
+def keep_quantized(host: WorkerHost) -> list[bool]:
+    """Act as Transformer Engine, which keeps quantized weights; say when they are there."""
+    from mrl.workers.megatron.offload import TRAIN
+
+    engine = host._roles["actor"].engine
+    linear = engine.chunks[0].decoder.layers[0].mlp.linear_fc1
+    linear._fp8_workspaces = {"weight": torch.zeros(1)}
+    found = []
+    for kept in (True, False):
+        engine.memory.enter(TRAIN)
+        engine.memory.give_back(keep_params=kept)
+        found.append(bool(linear._fp8_workspaces))
+    return found
+
+
+@pytest.mark.parametrize("param_offload", [True, False])
+def test_quantized_weights_leave_with_the_parameters_alone(
+    param_offload: bool, ranks: Ranks, qwen2: Path
+) -> None:
+    where = layout(param_offload=param_offload, grad_offload=True)
+    with ranks.job(1, job(role(qwen2, where))) as pool:
+        assert pool.each(keep_quantized) == [[True, not param_offload]]

@@ -1,0 +1,1 @@
+"""Starting a job: hosts, addresses, ports and devices, Slurm scripts, the check of a machine."""
