@@ -121,9 +121,10 @@ def write_wide(folder: Path) -> Path:
     return folder
 
 
-def round_file(path: Path) -> None:
-    """Round what a file holds to bfloat16: every dtype then computes with the same weights."""
-    tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
+def round_file(path: Path, scale: float = 1.0) -> None:
+    """Round what a file holds, scaled, to bfloat16: all dtypes compute with the same weights."""
+    given = load_file(path).items()
+    tensors = {name: (scale * tensor).bfloat16().float() for name, tensor in given}
     save_file(tensors, path, {"format": "pt"})
 
 
@@ -212,7 +213,8 @@ def fingerprints(host: WorkerHost) -> dict[str, str]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Give a tensor's bytes."""
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    # a copy: memory that numpy has seen can no longer be given back
+    return tensor.to("cpu", copy=True).contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 if __name__ == "__main__":
