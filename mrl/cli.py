@@ -158,7 +158,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from mrl.config import build_plan, load_config, print_plan
-    from mrl.planning.plan import has_shape
+    from mrl.planning.shapes import has_shape
 
     # what follows --assume may be an override: its key has a dot
     words = arguments.assume

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from mrl.config import Config, RunPlan, build_plan
@@ -82,12 +81,6 @@ class JobPlan:
                 for a in self.advice
             ],
         }
-
-
-def has_shape(config: Config) -> bool:
-    """Tell whether the models' sizes are there to plan with."""
-    paths = [config.model.path, *([config.critic.path] if config.critic.path else [])]
-    return all((Path(path) / "config.json").is_file() for path in paths)
 
 
 def plan_job(config: Config, machine: Machine, exact_reshard: bool = True) -> JobPlan:
