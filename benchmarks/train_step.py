@@ -341,8 +341,7 @@ def run(args: Sequence[str]) -> dict[str, Any]:
     result: dict[str, Any] = {"prompt": scale.prompt, "response": scale.response, "parts": {}}
 
     def save() -> None:
-        if options.name != NAME:
-            record.write(options.name, result, options.folder)
+        record.write(options.name, result, options.folder)
 
     profile = options.folder if options.profile else None
     with tempfile.TemporaryDirectory() as folder:

@@ -45,10 +45,18 @@ class Ragged:
         )
 
     @staticmethod
-    def merge(columns: Sequence[Ragged], indices: Sequence[int]) -> Ragged:
-        """Take rows by index, in that order, out of columns stacked under one another."""
-        rows = [row for column in columns for row in column.rows()]
-        return Ragged.from_rows([rows[i] for i in indices])
+    def in_order(columns: Sequence[Ragged], order: Sequence[int]) -> Ragged:
+        """Put rows back where they came from: row i of the stacked columns to place `order[i]`.
+
+        Raises ValueError unless `order` names each place once.
+        """
+        rows = (row for column in columns for row in column.rows())
+        placed = dict(zip(order, rows, strict=True))
+        if placed.keys() != set(range(len(order))):
+            raise ValueError(f"{len(order)} rows do not fill the places 0 to {len(order) - 1}")
+        if not placed:
+            return Ragged.concat(columns)
+        return Ragged.from_rows([placed[place] for place in range(len(placed))])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values as plain bytes: those of a view alone, not of all its storage."""
@@ -101,8 +109,13 @@ def _unpickle_ragged(
     shape: tuple[int, ...],
     lengths: npt.NDArray[np.int64],
 ) -> Ragged:
-    values = torch.from_numpy(raw).view(dtype).view(shape)
-    return Ragged(values, torch.from_numpy(lengths))
+    values = torch.from_numpy(_own(raw)).view(dtype).view(shape)
+    return Ragged(values, torch.from_numpy(_own(lengths)))
+
+
+def _own[A: np.generic](array: npt.NDArray[A]) -> npt.NDArray[A]:
+    """Copy what must not be written: Ray's arrays lie in a store that all ranks of a node share."""
+    return array if array.flags.writeable else array.copy()
 
 
 def _are_consecutive(indices: Sequence[int]) -> bool:

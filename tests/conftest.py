@@ -18,6 +18,7 @@ def _starts_processes(item: pytest.Item) -> bool:
     return wants_ranks or item.get_closest_marker("multiprocess") is not None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that start processes together: with two test processes one runs them all."""
     for item in filter(_starts_processes, items):

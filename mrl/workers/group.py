@@ -198,11 +198,9 @@ def _dealt[R: _Rows](batch: R, parts: Sequence[Share]) -> list[R]:
 def _in_order(answers: Sequence[Any], parts: Sequence[Share]) -> Any:
     """Bring the columns (or tuples of columns) that the parts answered into the rows' order."""
     order = [i for part in parts for i in part.rows]
-    inverse = sorted(range(len(order)), key=order.__getitem__)
     if isinstance(answers[0], tuple):
-        found = zip(*answers, strict=True)
-        return tuple(Ragged.merge(column, inverse) for column in found)
-    return Ragged.merge(answers, inverse)
+        return tuple(Ragged.in_order(column, order) for column in zip(*answers, strict=True))
+    return Ragged.in_order(answers, order)
 
 
 class RolloutGroup:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mrl.config.roles import ROLES
-from mrl.config.schema import MegatronConfig
 from mrl.workers.determinism import deterministic_algorithms
 from mrl.workers.specs import JobSpec, RankInfo, RoleSpec, RolloutSpec
 from mrl.workers.worlds import worlds
@@ -133,18 +131,16 @@ class WorkerHost:
         from mrl.workers.actor import Actor
         from mrl.workers.critic import Critic
         from mrl.workers.megatron.engine import MegatronEngine
-        from mrl.workers.megatron.groups import ParallelGroups
+        from mrl.workers.megatron.groups import ParallelGroups, group_sizes
         from mrl.workers.reference import Reference
 
-        made: dict[MegatronConfig, ParallelGroups] = {}  # roles of one layout share their groups
+        made: dict[tuple[Any, ...], ParallelGroups] = {}  # a communicator costs device memory
 
         def engine(role: RoleSpec) -> MegatronEngine:
-            place = replace(
-                role.layout, param_offload=False, grad_offload=False, optimizer_offload=False
-            )
-            if place not in made:
-                made[place] = ParallelGroups(place, spec.seed, spec.timeout_s)
-            engine = MegatronEngine(role, made[place], self.device)
+            sizes = group_sizes(role.layout)
+            if sizes not in made:
+                made[sizes] = ParallelGroups(role.layout, spec.seed, spec.timeout_s)
+            engine = MegatronEngine(role, made[sizes], self.device)
             self._memories[role.name] = engine.memory
             engine.memory.give_back()  # the next role is built in its place
             return engine

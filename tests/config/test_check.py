@@ -305,7 +305,7 @@ def test_a_ring_needs_no_heads_for_its_ranks(load, model):
     shape = f"model.path={model(num_attention_heads=6, num_key_value_heads=2)}"
     ranks = ("trainer.n_gpus_per_node=4", GRPO, "rollout.n=2")
     ring = ("actor.megatron.context_parallel_size=4", "actor.megatron.cp_comm_type=p2p")
-    load(shape, *ranks, *ring, text=ONE_RANK)
+    assert load(shape, *ranks, *ring, text=ONE_RANK).actor.megatron.cp_comm_type == "p2p"
 
 
 def test_missing_files_are_told_all_at_once(load, model, tmp_path):

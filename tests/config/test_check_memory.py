@@ -120,7 +120,8 @@ def test_no_more_layers_are_recomputed_together_than_a_rank_has(refuse, model):
     ],
 )
 def test_settings_that_can_be_are_accepted(load, model, overrides):
-    load(GRPO, "rollout.n=4", f"model.path={model()}", *overrides, text=ONE_RANK)
+    config = load(GRPO, "rollout.n=4", f"model.path={model()}", *overrides, text=ONE_RANK)
+    assert config.actor != load(GRPO, "rollout.n=4", text=ONE_RANK).actor
 
 
 @pytest.mark.parametrize(

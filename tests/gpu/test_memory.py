@@ -215,11 +215,10 @@ def test_recompute_and_fused_accumulation_change_little(store: dist.TCPStore, mo
     }
     for name, layout in layouts.items():
         torch.cuda.reset_peak_memory_stats()
-        with host(store, name, model, layout) as worker:
+        # A rate of 0: Adam would turn rounding of small gradients into whole steps apart.
+        with host(store, name, model, layout, OptimConfig(lr=0.0)) as worker:
             found[name] = [*step(worker, part), *step(worker, part)]
             peaks[name] = torch.cuda.max_memory_allocated() // MB
     print("peaks [MB]:", peaks)
     for name, numbers in found.items():
-        assert numbers[:3] == pytest.approx(found["plain"][:3], rel=0.02), name
-        # Adam turns rounding of small gradients into whole steps: later norms drift apart
-        assert numbers[3:] == pytest.approx(found["plain"][3:], rel=0.05), name
+        assert numbers == pytest.approx(found["plain"], rel=0.02), name

@@ -80,17 +80,22 @@ def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.transpose(0, 1).reshape(tokens // cp, cp * heads, width)
 
 
-def spread_kv(x: Tensor, cp: int, heads: int) -> Tensor:
-    """Repeat key/value heads [t, G, D] so that every rank gets those of its query heads.
+def spread_groups(groups: int, cp: int, heads: int) -> int:
+    """Count the key/value heads that give every one of cp ranks those of its query heads.
 
-    They are left alone where cp divides G; cp of them are enough where G divides cp; otherwise
-    each query head gets its own. `heads` is H.
+    G are enough where cp divides them, cp where G divides cp; otherwise each of the H query heads
+    gets its own.
     """
-    groups = x.shape[1]
     if groups % cp == 0:
-        return x
-    wanted = cp if cp % groups == 0 else heads
-    return x.repeat_interleave(wanted // groups, 1)
+        return groups
+    return cp if cp % groups == 0 else heads
+
+
+def spread_kv(x: Tensor, cp: int, heads: int) -> Tensor:
+    """Repeat key/value heads [t, G, D] until there are `spread_groups` of them."""
+    groups = x.shape[1]
+    wanted = spread_groups(groups, cp, heads)
+    return x if wanted == groups else x.repeat_interleave(wanted // groups, 1)
 
 
 class PackedAttention(nn.Module):

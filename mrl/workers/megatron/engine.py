@@ -103,7 +103,7 @@ class MegatronEngine:
         if outputs is None:
             return None
         order, columns = outputs
-        return tuple(_restore(order, columns, which) for which in range(len(columns[0])))
+        return tuple(Ragged.in_order(column, order) for column in zip(*columns, strict=True))
 
     def values(self, sequences: Sequences, cuts: Cuts) -> Ragged | None:
         """Give values at the response tokens, float32 on the CPU; None where no answer is due."""
@@ -111,7 +111,7 @@ class MegatronEngine:
         if outputs is None:
             return None
         order, columns = outputs
-        return _restore(order, columns, 0)
+        return Ragged.in_order([values for (values,) in columns], order)
 
     def train(
         self, batch: PolicyBatch | ValueBatch, cuts: Cuts, loss: Loss
@@ -312,12 +312,3 @@ class MegatronEngine:
             self.groups.collection.tp,
         )
         return values[None]
-
-
-def _restore(order: list[int], columns: list[tuple[Ragged, ...]], which: int) -> Ragged:
-    """Put the rows of one output column back into the order of the batch."""
-    column = Ragged.concat([output[which] for output in columns])
-    inverse = [0] * len(order)
-    for position, row in enumerate(order):
-        inverse[row] = position
-    return column.select(inverse)

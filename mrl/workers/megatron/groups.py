@@ -36,6 +36,19 @@ def _restore(state: dict[str, Any]) -> None:
 _EMPTY = _snapshot()
 
 
+def group_sizes(layout: MegatronConfig) -> tuple[Any, ...]:
+    """Give all of a layout that its groups depend on: roles that agree in it may share them."""
+    return (
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size or 1,
+        layout.context_parallel_size,
+        layout.hierarchical_context_parallel_sizes,
+        layout.expert_model_parallel_size,
+        layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size,
+    )
+
+
 class ParallelGroups:
     """The process groups of a layout, made collectively by all ranks."""
 

@@ -9,7 +9,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mrl.workers.megatron.attention import spread_kv
+from mrl.workers.megatron.attention import spread_groups, spread_kv
 
 
 class SpreadKVAttention(TEDotProductAttention):
@@ -25,11 +25,8 @@ class SpreadKVAttention(TEDotProductAttention):
         self._ranks = sizes[0] if sizes else config.context_parallel_size
         self._heads = config.num_attention_heads // tp
         groups = max(1, config.num_query_groups // tp)
-        wanted = groups
-        if groups % self._ranks:
-            wanted = self._ranks if self._ranks % groups == 0 else self._heads
         config = copy.copy(config)
-        config.num_query_groups = wanted * tp
+        config.num_query_groups = spread_groups(groups, self._ranks, self._heads) * tp
         super().__init__(config, *args, **kwargs)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
