@@ -35,6 +35,7 @@ from mrl.algorithms.reductions import Max, Mean, Metric, Sum
 from mrl.checkpoint.folder import CheckpointFolder
 from mrl.checkpoint.state import TrainerState
 from mrl.config import Config, RunPlan, build_plan, check_config, load_config
+from mrl.data import StreamState
 from mrl.resharding.report import build_report
 from mrl.resharding.sync import SyncStats
 from mrl.tracking.rates import Rates
@@ -135,7 +136,7 @@ class Stream:
 
     def state(self) -> Any:
         """Say that nothing moves."""
-        return mrl.trainer.StreamState(0, 0, 0, "")
+        return StreamState(0, 0, 0, "")
 
 
 class Scorer:
@@ -211,7 +212,7 @@ class SleepingPool(SpmdPool):
     def _reply(self, rank: int) -> bytes:
         frames = self._wires[rank].frames
         call, packed = pickle.loads(frames[0]), frames[1:]
-        value = None
+        value: Any = None
         if call.method == "describe":
             value = RankInfo(rank, f"node{rank // 8}", rank, "cpu", "H100")
         elif call.method == "run":

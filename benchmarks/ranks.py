@@ -244,7 +244,7 @@ def main(args: Sequence[str], work: Callable[[Any, dist.Store], None] = _work) -
     """Be a rank that does `work`."""
     if ONE_DEVICE in args:
         os.environ.update(_AS_TWO_HOSTS, NCCL_HOSTID=f"rank{os.environ['RANK']}")
-    spmd.work = work
+    spmd.work = work  # type: ignore[assignment]
     spmd._main()
 
 

@@ -342,8 +342,6 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from mrl.checkpoint.convert import Options, convert, parse_size
 
     convert(

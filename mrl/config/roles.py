@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -110,6 +110,14 @@ def _side(config: Config, own: int | None, other: int | None) -> int:
     if config.placement.mode != "disaggregated":
         return world
     return world - (other or 0) if own is None else own
+
+
+def computes_alike(actor: MegatronConfig, ref: MegatronConfig) -> bool:
+    """Tell whether a reference laid out so could be the model that the actor's adapters leave.
+
+    What it shares takes no memory of its own, on the host or elsewhere.
+    """
+    return replace(ref, param_offload=actor.param_offload) == actor
 
 
 def is_split_unevenly(layout: MegatronConfig) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from mrl.planning.hardware import Machine
 from mrl.planning.memory import Job, Role, engine_memory, kv_bytes
-from mrl.planning.weights import State
 from mrl.resharding.families import ModelShape
 from mrl.tracking.flops import forward_flops, training_flops
 
@@ -190,20 +189,9 @@ def _layer_links(job: Job, role: Role, tokens: float, passes: float) -> dict[str
     return parts
 
 
-def _state(job: Job, role: Role) -> State:
-    """Give the state of the first stage's ranks, which is among the largest."""
-    if role.name == "ref":
-        if job.ref_is_actors_base:
-            return State(0.0, 0.0, 0.0)
-        return role.weights.state(0, job.plan.trainer_world, None)
-    optim = job.config.actor.optim if role.name == "actor" else job.config.critic.optim
-    lora = job.config.model.lora if role.name == "actor" else None
-    return role.weights.state(0, job.plan.trainer_world, optim, lora)
-
-
 def _optimizer(job: Job, role: Role, steps: int) -> dict[str, float]:
     """Give the seconds of gradient reduction, Adam and parameter gather."""
-    layout, machine, state = role.plan.layout, job.machine, _state(job, role)
+    layout, machine, state = role.plan.layout, job.machine, job.state(role, 0)
     copies = layout.dp * layout.cp
     seconds = {"adam": steps * (2 * state.optimizer + state.grads) / machine.memory_rate}
     if copies > 1:
@@ -219,7 +207,7 @@ def _optimizer(job: Job, role: Role, steps: int) -> dict[str, float]:
 
 def _moved_bytes(job: Job, role: Role) -> float:
     """Count what leaves the device and comes back in a step."""
-    state, m = _state(job, role), role.settings.megatron
+    state, m = job.state(role, 0), role.settings.megatron
     return m.param_offload * state.params + m.optimizer_offload * state.optimizer
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.plan import RolePlan, RunPlan
-from mrl.config.roles import RoleSettings, enabled_roles, rollout_ranks, trainer_ranks, world_size
+from mrl.config.roles import (
+    RoleSettings,
+    computes_alike,
+    enabled_roles,
+    role_settings,
+    rollout_ranks,
+    trainer_ranks,
+    world_size,
+)
 from mrl.config.schema import Config
 from mrl.planning.activations import Activations, head_bytes
 from mrl.planning.hardware import GB, Machine
@@ -74,7 +82,19 @@ class Job:
     @property
     def ref_is_actors_base(self) -> bool:
         """Tell whether the reference shares the actor's weights, beside its adapters."""
-        return self.config.model.lora.rank > 0
+        actor, ref = (role_settings(self.config, name).megatron for name in ("actor", "ref"))
+        return self.config.model.lora.rank > 0 and computes_alike(actor, ref)
+
+    def state(self, role: Role, stage: int) -> State:
+        """Count what a role keeps on each rank of a pipeline stage."""
+        config, world = self.config, self.plan.trainer_world
+        if role.name == "ref":
+            if self.ref_is_actors_base:
+                return State(0.0, 0.0, 0.0)
+            return role.weights.state(stage, world, None)
+        optim = config.actor.optim if role.name == "actor" else config.critic.optim
+        lora = config.model.lora if role.name == "actor" else None
+        return role.weights.state(stage, world, optim, lora)
 
     @property
     def sleeps(self) -> bool:
@@ -274,17 +294,7 @@ class _RankMemoryOf:
         found = zip(job.roles, stages, strict=bool(stages))
         self._stage = {role.name: stage for role, stage in found if stage is not None}
         self._roles = [role for role in job.roles if role.name in self._stage]
-        self._state = {role.name: self._state_of(role) for role in self._roles}
-
-    def _state_of(self, role: Role) -> State:
-        config, stage = self._job.config, self._stage[role.name]
-        if role.name == "ref":
-            if self._job.ref_is_actors_base:
-                return State(0.0, 0.0, 0.0)
-            return role.weights.state(stage, self._job.plan.trainer_world, None)
-        optim = config.actor.optim if role.name == "actor" else config.critic.optim
-        lora = config.model.lora if role.name == "actor" else None
-        return role.weights.state(stage, self._job.plan.trainer_world, optim, lora)
+        self._state = {role.name: job.state(role, self._stage[role.name]) for role in self._roles}
 
     def plan(self, ranks: tuple[int, ...]) -> RankMemory:
         """Count every phase that these ranks take part in."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from mrl.config.roles import computes_alike
 from mrl.config.schema import (
     LoraConfig,
     MegatronConfig,
@@ -80,9 +81,7 @@ class JobSpec:
         actor, ref = self.actor, self.ref
         if actor.lora is None or ref is None:
             return False
-        # a model that it shares takes no memory of its own, on the host or elsewhere
-        layout = replace(ref.layout, param_offload=actor.layout.param_offload)
-        return (ref.path, layout) == (actor.path, actor.layout)
+        return ref.path == actor.path and computes_alike(actor.layout, ref.layout)
 
 
 @dataclass(frozen=True, slots=True)

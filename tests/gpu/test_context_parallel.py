@@ -5,7 +5,6 @@ Run with `python -m pytest -m gpu -s tests/gpu`; without a GPU Ulysses runs on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,13 +48,6 @@ CASES: dict[str, tuple[int, MegatronConfig]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wide(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    pools = Pools(tmp_path_factory.mktemp("ranks"))
-    yield pools
-    pools.close()
 
 
 @dataclass(frozen=True)

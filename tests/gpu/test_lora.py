@@ -59,13 +59,6 @@ HELD = {"linear_proj": "self_attn.o_proj", "linear_fc2": "mlp.down_proj"}  # not
 BLOCKS = {"linear_proj": "self_attention", "linear_fc2": "mlp"}
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    pools = Pools(tmp_path_factory.mktemp("ranks"))
-    yield pools
-    pools.close()
-
-
 @dataclass(frozen=True)
 class Start:
     """A model and an adapter with nothing zero in it, both of bfloat16 values."""

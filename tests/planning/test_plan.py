@@ -54,6 +54,17 @@ def phases(plan: JobPlan) -> dict[str, dict[str, float]]:
     return {p.name: {k: v / GB for k, v in p.parts.items()} for p in plan.memory.peak.phases}
 
 
+def test_a_reference_beside_adapters_is_free_only_in_the_actors_layout() -> None:
+    found = []
+    for own in ((), ("ref.megatron.use_fused_kernels=false",)):
+        overrides = ("model.lora.rank=8", "actor.use_kl_loss=true", *own)
+        config = load_config(ROOT / "configs" / SEVEN, overrides)
+        plan = plan_job(config, Machine.named("h100", None, ()), exact_reshard=False)
+        found.append(plan.memory.peak.phases[0].parts["parameters"] + plan.memory.peak.host)
+    shared, apart = found  # wherever they wait while the engine generates
+    assert apart - shared > 0.9 * plan.job.model_bytes / 2  # of two ranks under TP
+
+
 def test_what_is_offloaded_is_on_the_device_only_where_it_works() -> None:
     found = phases(planned("ppo/qwen2.5_7b_8gpu.yaml"))
     assert found["rollout"]["parameters"] == found["rollout"]["optimizer"] == 0

@@ -50,6 +50,24 @@ def test_reference_in_a_third_layout_scores_alike(ranks: Ranks, qwen2: Path, alo
     assert float((found.values - alone(qwen2).log_probs).abs().max()) < 1e-4
 
 
+def shares_groups(host: WorkerHost) -> bool:
+    actor, critic = (host._roles[name].engine for name in ("actor", "critic"))
+    return actor.groups is critic.groups
+
+
+def test_roles_of_equal_sizes_share_groups_whatever_else_they_are_set_to(
+    ranks: Ranks, llama: Path, alone: Alone, tmp_path: Path
+) -> None:
+    again = layout(tp=2, recompute_granularity="full", optimizer_offload=True)
+    spec = job(role(llama, layout(tp=2)), role(llama, again, "critic"))
+    with ranks.job(2, spec) as pool:
+        assert all(pool.each(shares_groups))
+        assert_same_round(work(pool, spec, tmp_path, ALL_ROWS, alone(llama)), alone(llama))
+    apart = job(role(llama, layout(tp=2)), role(llama, layout(pp=2), "critic"))
+    with ranks.job(2, apart) as pool:
+        assert not any(pool.each(shares_groups))
+
+
 def globals_around_a_role(host: WorkerHost) -> tuple[Any, ...]:
     """Say which groups Megatron sees outside, inside and after a role, and after a failure."""
     from megatron.core import parallel_state
