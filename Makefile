@@ -1,8 +1,8 @@
 # mrl: `make train` and `make test` do all the set-up on a fresh machine.
 PYTHON_VENV := .venv/bin/python
 ARGS ?=
-# tests that start ranks run one after another, all others beside them
-BESIDE := -n 2 --dist loadgroup
+# two test processes, each with warm ranks of its own
+BESIDE := -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all check bench clean

@@ -13,18 +13,6 @@ if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
 _RANKS = pytest.StashKey["Ranks"]()
 
 
-def _starts_processes(item: pytest.Item) -> bool:
-    wants_ranks = "ranks" in getattr(item, "fixturenames", ())
-    return wants_ranks or item.get_closest_marker("multiprocess") is not None
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that start processes together: with two test processes one runs them all."""
-    for item in filter(_starts_processes, items):
-        item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the ranks' imports run beside the first tests, if any test wants ranks."""
     wanted = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
