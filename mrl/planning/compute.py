@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -15,6 +15,7 @@ from mrl.tracking.flops import forward_flops, training_flops
 _PRODUCT = 0.8  # of the peak in one large matrix product: 769 to 798 of 989 TFLOP/s on an H200
 _ALL_REDUCE = 12e-6  # s, of a small message inside a node
 _POINTS = 16  # of the integral over a response
+_PASSES = {"actor": "old_log_prob", "critic": "values", "ref": "ref"}
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,40 @@ def plan_time(job: Job, reshard_s: float | None = None) -> StepTime:
     """Estimate a step; `reshard_s` is the weight update's time (None: from bytes alone)."""
     assume, data = job.machine.assume, job.config.data
     length = assume.prompt * data.max_prompt_length + assume.response * data.max_response_length
-    passes = {"actor": "old_log_prob", "critic": "values", "ref": "ref"}
+    trained = [role for role in reversed(job.roles) if role.settings.trained]  # the critic first
     phases = [generation(job)]
-    phases += [forward(job, role, passes[role.name]) for role in job.roles]
-    phases += [update(job, role) for role in job.roles if role.settings.trained]
-    moved = sum(_moved_bytes(job, role) for role in job.roles)
-    if moved:
-        phases.append(Phase("offload", {"host link": 2 * moved / job.machine.host_link}))
+    phases += [forward(job, role, _PASSES[role.name]) for role in job.roles]
+    phases += [update(job, role) for role in trained]
     seconds = _reshard(job) if reshard_s is None else reshard_s
     phases.append(Phase("reshard", {"links": seconds}))
     phases.append(Phase("rest", {"host": assume.rest}))
+    host = _host_link(job)
+    phases = [
+        replace(p, seconds={**p.seconds, "host link": host[p.name]}) if p.name in host else p
+        for p in phases
+    ]
     return StepTime(tuple(phases), job.plan.samples * length, job.plan.world_size)
+
+
+def _host_link(job: Job) -> dict[str, float]:
+    """Give the seconds of offloading by the phase that waits for it.
+
+    Parameters come with a role's first pass, the optimizer with its update; both leave when the
+    next role, or in the end the engine, needs the memory.
+    """
+    moved: dict[str, float] = {}
+    after = {"critic": "update_actor", "actor": "reshard"}
+    for role in job.roles:
+        state, m = job.state(role, 0), role.settings.megatron
+        params = m.param_offload * state.params
+        optimizer = m.optimizer_offload * state.optimizer
+        arrivals = {_PASSES[role.name]: params}
+        if role.settings.trained:
+            arrivals |= {f"update_{role.name}": optimizer, after[role.name]: params + optimizer}
+        for phase, size in arrivals.items():
+            if size:
+                moved[phase] = moved.get(phase, 0.0) + size
+    return {phase: size / job.machine.host_link for phase, size in moved.items()}
 
 
 def _lengths(job: Job) -> tuple[int, int]:
@@ -203,12 +227,6 @@ def _optimizer(job: Job, role: Role, steps: int) -> dict[str, float]:
         moved = (state.grads + gathered) * (copies - 1) / copies
         seconds["dp"] = steps * exposed * moved / rate
     return seconds
-
-
-def _moved_bytes(job: Job, role: Role) -> float:
-    """Count what leaves the device and comes back in a step."""
-    state, m = job.state(role, 0), role.settings.megatron
-    return m.param_offload * state.params + m.optimizer_offload * state.optimizer
 
 
 def _reshard(job: Job) -> float:
