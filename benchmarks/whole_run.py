@@ -171,7 +171,7 @@ class Devices:
         self.seen: list[tuple[float, tuple[int, ...]]] = []
         self._handles: list[Any] = []
         try:
-            import pynvml
+            from vllm.third_party import pynvml  # NVIDIA's own module
         except ImportError:
             return
         self._nvml = pynvml
