@@ -72,7 +72,7 @@ REAL = {
         "ppo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 512, 512,
         ("critic.model.path={folder}/model",),
     ),
-    "7b_grpo": Case("grpo/qwen2.5_7b_2gpu.yaml", "Qwen2.5-7B", 256, 1024),
+    "7b_grpo": Case("grpo/qwen2.5_7b_2gpu.yaml", "Qwen2.5-7B", 256, 512),
 }  # fmt: skip
 SMOKE = {
     "tiny_grpo": Case(
