@@ -238,7 +238,8 @@ def measure(case: Case, steps: int, folder: Path, gpu: str) -> dict[str, Any]:
     devices, marks = Devices(), list[dict[str, tuple[float, float]]]()
     timers = type("Marked", (_Marked,), {"marks": marks})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    with patch.object(mrl.trainer, "Timers", timers), devices.watched():
+    no_save = patch.object(mrl.trainer._Run, "_save", lambda *_: None)  # no part of a plan
+    with patch.object(mrl.trainer, "Timers", timers), no_save, devices.watched():
         mrl.trainer.RayPPOTrainer(config, tokenizer).fit()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["step"] > 0]
