@@ -1,15 +1,15 @@
 """What does the controller itself cost a step, from 64 to 1,024 ranks, and what grows with them?
 
 The trainer's own step runs with its own groups, batching, metrics and transport; only the far ends
-of the sockets are missing: ranks answer from this process, at once, what ranks would. Their time
-and that of the reward function are left out, as is the network, for which the bytes are given.
-Seconds are CPU time of one core, so that other work on the machine does not count.
+of the sockets are missing: ranks answer from this process what ranks would. Their time and that of
+the reward function are left out, as is the network, for which the bytes are given. Seconds are CPU
+time of the controller's thread, so that other work on the machine does not count. What it does
+beside, while ranks work (`beside_step_s`: the samples' file and the metrics), delays no step.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
 import resource
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 import mrl.batching.experience
@@ -42,10 +43,12 @@ from mrl.tracking.rates import Rates
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers
 from mrl.types import Prompt, Ragged, Sample, Score
+from mrl.workers.answers import SampleGroups
 from mrl.workers.group import MegatronRanks, TrainGroup
 from mrl.workers.job import job_spec, roles_on
 from mrl.workers.specs import JobSpec, RankInfo
 from mrl.workers.spmd import SpmdPool
+from mrl.workers.wire import Call, Packed, Reply, pack
 
 NAME = "controller"
 RECIPE = record.ROOT / "configs" / "grpo" / "llama3_70b_8node.yaml"
@@ -68,7 +71,6 @@ PHASES: tuple[tuple[Any, str, str], ...] = (
     (mrl.trainer, "loss_mask", "weights"),
     (mrl.batching.experience, "token_weights", "weights"),
     (mrl.trainer._Run, "_update_actor", "mini_batches"),
-    (mrl.trainer, "summarise_batch", "metrics"),
     (Rates, "__call__", "metrics"),
     (Recorder, "step", "metrics"),
 )
@@ -156,14 +158,8 @@ class _Wire:
     """The controller's end of a socket: counts, and keeps what its rank must read."""
 
     answers: bool  # the rank reads large arguments, for its part
-    frames: list[bytes]
+    messages: list[Any]
     sent: int = 0
-
-    def send_bytes(self, data: bytes) -> None:
-        """Take a frame."""
-        self.sent += len(data)
-        if self.answers or len(data) < 1 << 16:
-            self.frames.append(data)
 
 
 class SleepingPool(SpmdPool):
@@ -172,6 +168,7 @@ class SleepingPool(SpmdPool):
     def __init__(self, plan: RunPlan, batch: Batch, spec: JobSpec) -> None:
         super().__init__(None, plan.world_size, spec)  # type: ignore[arg-type]
         self.timers = Timers()
+        self.idle: Callable[[], None] = lambda: None  # what this process does while ranks work
         layout = plan.roles["actor"].layout
         parts = MegatronRanks(layout.tp, layout.cp, plan.roles["actor"].dp, layout.pp)
         last = range(self.world_size * (layout.pp - 1) // layout.pp, self.world_size)
@@ -182,24 +179,19 @@ class SleepingPool(SpmdPool):
         self._wires = [
             _Wire(r in self._outputs or r in self._engines, []) for r in range(self.world_size)
         ]
-        self._connections = dict(enumerate(self._wires))  # type: ignore[arg-type]
         self._responses = _responses(batch)
-        self._queue: list[int] = []
-
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Send a call into the void."""
-        self._queue.append(rank)
-        return super().submit(rank, role, method, args)
+        self._queue: list[tuple[int, int]] = []  # calls and their ranks
 
     def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Receive what the ranks answer."""
         with self.timers("gather"):
-            ranks, self._queue = self._queue, []
-            for rank, (number, (_, _, future)) in zip(ranks, [*self._pending.items()], strict=True):
-                with self.timers(_ELSEWHERE):
-                    reply = self._reply(rank)
-                future.set_result(pickle.loads(reply))
-                del self._pending[number]
+            with self.timers(_ELSEWHERE):
+                self.idle()
+                replies = [(number, self._reply(rank, number)) for number, rank in self._queue]
+            self._queue.clear()
+            for number, reply in replies:
+                _, _, future = self._pending.pop(number)
+                future.set_result(reply.unpack().value)
         return [future.result() for future in futures]
 
     def sent_bytes(self) -> list[int]:
@@ -209,9 +201,15 @@ class SleepingPool(SpmdPool):
             wire.sent = 0
         return sent
 
-    def _reply(self, rank: int) -> bytes:
-        frames = self._wires[rank].frames
-        call, packed = pickle.loads(frames[0]), frames[1:]
+    def _deliver(self, rank: int, call: Call, args: Packed) -> None:
+        wire = self._wires[rank]
+        self._queue.append((call.number, rank))
+        wire.messages += [call, args] if wire.answers else [call]
+        wire.sent += pack(call).num_bytes + args.num_bytes
+
+    def _reply(self, rank: int, number: int) -> Packed:
+        messages = self._wires[rank].messages
+        call, packed = messages[0], messages[1:]
         value: Any = None
         if call.method == "describe":
             value = RankInfo(rank, f"node{rank // 8}", rank, "cpu", "H100")
@@ -220,16 +218,16 @@ class SleepingPool(SpmdPool):
         elif call.method == "sleep":
             value = 0
         elif rank in (self._engines if call.method == "generate" else self._outputs):
-            (args,) = map(pickle.loads, packed)
+            (args,) = (_arrived(message).unpack() for message in packed)
             value = getattr(self, f"_{call.method}")(call.role, *args)
-        frames.clear()
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        messages.clear()
+        return _arrived(pack(Reply(number, value, None)))
 
     def _generate(self, role: str, requests: Sequence[Any], sampling: Any) -> Any:
-        return [
+        return SampleGroups(
             tuple(replace(sample, uid=uid, prompt_ids=ids) for sample in self._responses[int(uid)])
             for uid, ids in requests
-        ]
+        )
 
     def _log_probs(self, role: str, sequences: Any, cuts: Any) -> Any:
         lengths = sequences.response_lengths
@@ -237,10 +235,16 @@ class SleepingPool(SpmdPool):
         return column if role == "ref" else (column, column)
 
     def _update(self, role: str, batch: Any, cuts: Any) -> dict[str, Metric]:
-        tokens = float(len(batch.weights.values))
+        tokens = float(batch.weights.total)
         means = {f"{role}/mean_{i}": Mean(tokens * 0.1, tokens) for i in range(8)}
         sums = {f"{role}/sum_{i}": Sum(0.1) for i in range(4)}
         return {**means, **sums, f"{role}/grad_norm": Max(1.0), f"{role}/lr": Max(1e-6)}
+
+
+def _arrived(packed: Packed) -> Packed:
+    """Lay the arrays of a message into memory of their own, as a socket would."""
+    arrays = (np.frombuffer(array, np.uint8).copy() for array in packed.arrays)
+    return Packed(packed.pickled, tuple(array.data for array in arrays))
 
 
 def _responses(batch: Batch) -> list[list[Sample]]:
@@ -294,19 +298,23 @@ def measure(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
         roles = roles_on(pool, config, plan, spec)
         trainer: Any = _Trainer(config, plan, Stream(batch), CheckpointFolder(Path(folder), None))
         recorder = stack.enter_context(Recorder(config, plan, steps, 0))
+        pool.idle = recorder.settle
         scorer: Any = Scorer(lambda: pool.timers)
         state = TrainerState(0, 0, 0, {}, 0.0)
         run = mrl.trainer._Run(trainer, roles, scorer, recorder, state, steps + 1, Event())
         for owner, name, phase in PHASES:
             timed = _timed(lambda: pool.timers, getattr(owner, name), phase)
             stack.enter_context(patch.object(owner, name, timed))
-        before, found, walls = _peak_gb(), [], []
+        mrl.trainer._collect_rarely()  # as a run does
+        before, found, walls, beside = _peak_gb(), [], [], []
         for step in range(1, steps + 1):
             pool.sent_bytes()
-            pool.timers, start = Timers(clock=time.process_time), time.perf_counter()
+            pool.timers, start = Timers(clock=time.thread_time), time.perf_counter()
+            used = time.process_time() - time.thread_time()
             run.step(step)
             found.append(_seconds(pool.timers))
             walls.append(time.perf_counter() - start)
+            beside.append(time.process_time() - time.thread_time() - used)
         best = min(found, key=lambda seconds: seconds["total"])
         sent = pool.sent_bytes()
         return {
@@ -314,6 +322,7 @@ def measure(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
             "engine_replicas": plan.replicas,
             "step_s": best,
             "step_s_of_each": [seconds["total"] for seconds in found],
+            "beside_step_s": min(beside),
             "wall_s_with_ranks": walls,
             "sent_bytes": {"mean": sum(sent) / len(sent), "max": max(sent), "all": sum(sent)},
             "peak_memory_gb": {"before_steps": before, "in_steps": _peak_gb()},

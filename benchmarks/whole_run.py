@@ -38,6 +38,7 @@ _MEMORY = {
     "gen": "rollout", "old_log_prob": "log-prob", "ref": "ref", "values": "values",
     "update_critic": "update critic", "update_actor": "update actor",
 }  # fmt: skip
+_REST = {"rest": ("reward", "adv", "rest")}  # phases of the trainer that are one in the plan
 _REWARD = """
 import re
 
@@ -67,7 +68,9 @@ class Case:
 
 REAL = {
     "0.5b_grpo": Case("grpo/qwen2.5_0.5b_1gpu.yaml", "Qwen2.5-0.5B", 256, 512),
-    "1.5b_grpo": Case("grpo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 256, 1024),
+    "1.5b_grpo": Case(
+        "grpo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 256, 1024, ("rollout.max_num_seqs=256",)
+    ),
     "1.5b_ppo": Case(
         "ppo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 512, 512,
         ("critic.model.path={folder}/model",),
@@ -136,29 +139,32 @@ def _write_data(case: Case, path: Path, rows: int) -> None:
     pq.write_table(pa.Table.from_pylist(table), path)
 
 
+def settings(case: Case, folder: Path, steps: int) -> list[str]:
+    """Give the overrides of a case whose model, data and reward are in a folder."""
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train_files=[{folder / 'train.parquet'}]",
+        "data.val_files=[]",
+        f"data.max_prompt_length={case.prompt}",
+        f"data.max_response_length={case.response}",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        f"trainer.default_local_dir={folder / 'run'}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=1",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
+        *(text.format(folder=folder) for text in case.overrides),
+    ]
+
+
 def configured(case: Case, folder: Path, steps: int) -> Config:
     """Write model, data and reward into a folder; gives the recipe that uses them."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         process.submit(_write_model, case, folder / "model").result()
     (folder / "reward.py").write_text(_REWARD)
-    config = load_config(
-        record.ROOT / "configs" / case.recipe,
-        [
-            f"model.path={folder / 'model'}",
-            f"data.train_files=[{folder / 'train.parquet'}]",
-            "data.val_files=[]",
-            f"data.max_prompt_length={case.prompt}",
-            f"data.max_response_length={case.response}",
-            f"reward.custom_reward_function.path={folder / 'reward.py'}",
-            f"trainer.default_local_dir={folder / 'run'}",
-            f"trainer.total_training_steps={steps}",
-            "trainer.total_epochs=1",
-            "trainer.save_freq=-1",
-            "trainer.test_freq=-1",
-            "trainer.logger=[]",
-            *(text.format(folder=folder) for text in case.overrides),
-        ],
-    )
+    recipe = record.ROOT / "configs" / case.recipe
+    config = load_config(recipe, settings(case, folder, steps))
     _write_data(case, folder / "train.parquet", steps * config.data.train_batch_size)
     return config
 
@@ -245,6 +251,9 @@ def measure(case: Case, steps: int, folder: Path, gpu: str) -> dict[str, Any]:
     rows = [row for row in map(json.loads, lines) if row["step"] > 0]
     plan = plan_job(config, Machine.named(gpu))
     json_plan = plan.to_json()
+    timings = {
+        name: [round(row[name], 4) for row in rows] for name in rows[0] if "timing_s" in name
+    }
     return {
         "config": {
             "recipe": case.recipe,
@@ -254,11 +263,9 @@ def measure(case: Case, steps: int, folder: Path, gpu: str) -> dict[str, Any]:
             "gpus": plan.job.plan.world_size,
         },
         "memory_gb": _memory(json_plan["memory"]["groups"], marks, devices),
-        "seconds": _seconds(json_plan["seconds"], rows),
+        "seconds": beside(json_plan["seconds"], timings),
         "metrics": {name: [row[name] for row in rows if name in row] for name in _SHOWN},
-        "timings": {
-            name: [round(row[name], 4) for row in rows] for name in rows[0] if "timing_s" in name
-        },
+        "timings": timings,
     }
 
 
@@ -284,16 +291,25 @@ def _memory(
     return found
 
 
-def _seconds(
-    plan: Mapping[str, Any], rows: Sequence[Mapping[str, float]]
+def beside(
+    plan: Mapping[str, Any], timings: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, float]]:
-    found = {}
+    """Set the plan's seconds beside the medians of all steps but the first."""
     planned = {name: parts["total"] for name, parts in plan["timing_s"].items()}
-    for phase, seconds in {**planned, "step": plan["step"]}.items():
-        real = [row[f"timing_s/{phase}"] for row in rows[1:] if f"timing_s/{phase}" in row]
-        if real:
-            found[phase] = _beside(seconds, statistics.median(real))
-    return found
+    real = {
+        phase: [
+            sum(parts)
+            for parts in zip(
+                *(timings[f"timing_s/{name}"] for name in _REST.get(phase, (phase,))), strict=True
+            )
+        ]
+        for phase in planned
+    }
+    real["step"] = [sum(parts) for parts in zip(*real.values(), strict=True)]
+    planned["step"] = plan["step"]
+    return {
+        phase: _beside(planned[phase], statistics.median(each[1:])) for phase, each in real.items()
+    }
 
 
 def run(args: Sequence[str]) -> dict[str, Any]:

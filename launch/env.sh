@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Environment of every launch script; source it. A value that is already set is kept.
 #
 #   PYTHON                        .venv/bin/python beside this folder where there is one, else python3
@@ -33,5 +34,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
-echo "[launch] $(hostname): $NPROC_PER_NODE ranks, OMP_NUM_THREADS=$OMP_NUM_THREADS," \
-  "CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}" >&2
+
+say_ranks() { # where ranks are about to start
+  local seen="CUDA_VISIBLE_DEVICES is not set"
+  [[ -z ${CUDA_VISIBLE_DEVICES+set} ]] || seen="CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"
+  echo "[launch] $(hostname): $NPROC_PER_NODE ranks, OMP_NUM_THREADS=$OMP_NUM_THREADS, $seen" >&2
+}

@@ -9,13 +9,13 @@
 # Environment: NPROC_PER_NODE (GPUs), RAY_WAIT_S (300), RAY_AUTH_MODE (token: all hosts need the same
 # one, in RAY_AUTH_TOKEN or, on a shared home, from `ray get-auth-token --generate`).
 set -euo pipefail
+trap '' USR1 # Slurm sends it to every process of a step: all ignore it but the controller
 if (($# == 0)) || [[ -z ${RAY_ADDRESS:-} ]]; then
   sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-trap '' USR1 # of all processes of a step only the controller handles it
 
 # Unset, Ray's head takes a token that it finds and its workers do not: they could not join.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
@@ -25,8 +25,11 @@ ray=("$PYTHON" -m ray.scripts.scripts start --disable-usage-stats --block --num-
 ((gpus)) || ray+=(--num-cpus="$NPROC_PER_NODE") # a rank takes a CPU: as many as asked for
 case $1 in
   head)
+    say_ranks
+    echo "[launch] $(hostname): head of the Ray cluster at $RAY_ADDRESS" >&2
     unset RAY_ADDRESS # `ray start --head` refuses to join another cluster
-    exec "${ray[@]}" --head --node-ip-address="$host" --port="$port" --include-dashboard=false
+    exec "${ray[@]}" --head --node-ip-address="$host" --port="$port" --include-dashboard=false \
+      >/dev/null # how to join by hand, at length; errors are on the other stream
     ;;
   worker)
     # Ray looks for its own address by a route to the internet, which a cluster may not have.
@@ -35,7 +38,8 @@ case $1 in
       (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null && break
       sleep 1
     done
-    exec "${ray[@]}" --address="$RAY_ADDRESS" --node-ip-address="$own"
+    say_ranks
+    exec "${ray[@]}" --address="$RAY_ADDRESS" --node-ip-address="$own" >/dev/null
     ;;
   run)
     # A driver that starts early would see too few ranks' places.

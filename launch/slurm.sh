@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What both Slurm scripts share; source it. Needs no scontrol but to requeue.
 #
 # Sets nodes (host names), MASTER_ADDR and MASTER_PORT (kept free until they are used) and run
@@ -21,32 +22,58 @@ if [[ -n ${MRL_SWEEP:-} ]]; then
   ((${#run[@]})) || exit 1
 fi
 
-stopping='' run_pid=''
-stop() { # Slurm says that the time is nearly up: ask the run for a checkpoint
+stopping=''
+stop() { # Slurm says that the time is nearly up
+  [[ -n $stopping ]] ||
+    echo "[launch] the time is nearly up: the run saves after the step in hand" >&2
   stopping=1
-  echo "[launch] asking for a checkpoint: the job ends after the step in hand" >&2
-  [[ -z $run_pid ]] || kill -USR1 "$run_pid" 2>/dev/null || true # srun hands it on
 }
 trap stop USR1 TERM
 
-finish() { # pid of the run, pids that must not end before it: wait, requeue if asked to stop, exit
-  run_pid=$1
-  local ended status
-  while :; do
-    status=0
-    wait -n -p ended "$@" || status=$?
-    [[ -z ${ended:-} ]] || break # without: a signal came, and was handled
+finish() { # pid of the run, then, in the order of nodes, pids that must not end before it
+  local run_pid=$1 ended='' status=0 second=0 pid
+  while [[ -z $ended ]]; do
+    sleep 1 & # a signal ends the wait for it, not the sleep
+    wait "$!" || true
+    for pid in "$@"; do
+      kill -0 "$pid" 2>/dev/null || { ended=$pid && break; }
+    done
+    # Again and again: a run that is still starting does not listen yet. srun hands it on.
+    if [[ -n $stopping ]] && ((second++ % 5 == 0)); then
+      kill -USR1 "$run_pid" 2>/dev/null || true
+    fi
   done
-  if [[ $ended != "$run_pid" ]]; then
-    echo "[launch] a node left the job (its step ended with status $status)" >&2
-    exit 1
+  if [[ $ended == "$run_pid" ]]; then
+    wait "$run_pid" || status=$?
+    ((status == 0 || $# == 1)) || sleep 1 # its cause may be a node that left
+  else
+    for ((second = 0; second < 10; second++)); do # the run may tell which rank it lost
+      kill -0 "$run_pid" 2>/dev/null || break
+      sleep 1
+    done
+    status=1
   fi
+  ((status == 0)) || name_lost_node "${@:2}"
+  [[ -z ${last_word:-} ]] || wait "$last_word" 2>/dev/null || true
   if ((status == 0)) && [[ -n $stopping ]]; then
     if command -v scontrol >/dev/null; then
+      echo "[launch] job $SLURM_JOB_ID is queued again, to resume from its last checkpoint" >&2
       scontrol requeue "$SLURM_JOB_ID" # of an array: the one run's own number
     else
       echo "[launch] no scontrol here: submit the same line again, it resumes" >&2
     fi
   fi
   exit "$status"
+}
+
+name_lost_node() { # pids in the order of nodes
+  local index pids=("$@") how status=0
+  for index in "${!pids[@]}"; do
+    kill -0 "${pids[index]}" 2>/dev/null && continue
+    wait "${pids[index]}" || status=$?
+    how="with status $status"
+    ((status <= 128)) || how="by SIG$(kill -l "$((status - 128))")"
+    echo "[launch] ${nodes[index]} left the job: its step ended $how" >&2
+    return
+  done
 }

@@ -8,6 +8,7 @@
 # PYTHON (.venv/bin/python where there is one). trainer.nnodes and trainer.n_gpus_per_node follow.
 # SIGUSR1 to all of its processes ends the run after the step in hand, with a checkpoint.
 set -euo pipefail
+trap '' USR1 # Slurm sends it to every process of a step: all ignore it but the controller
 if (($# == 0)); then
   sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
@@ -17,7 +18,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 NNODES=${NNODES:-1}
 if ((NNODES > 1)); then
-  : "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}" "${NODE_RANK:?set NODE_RANK}"
+  : "${MASTER_ADDR:?set it to the host name of node 0, the same on all nodes}"
+  : "${NODE_RANK:?set it to 0 on node 0, 1 on the next, and so on}"
   export MASTER_PORT=${MASTER_PORT:-29500}
   if ((NODE_RANK == 0)); then
     "$PYTHON" -m mrl.launching.ports --require MASTER_PORT
@@ -34,8 +36,7 @@ fi
 config=$1
 shift
 
-# Slurm sends it to every process of a step: all ignore it but the controller, which handles it.
-trap '' USR1
+say_ranks
 # Ours come first: a key given twice takes its last value, so yours win.
 exec "$PYTHON" -m torch.distributed.run \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --max-restarts 0 "${meet[@]}" \

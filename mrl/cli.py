@@ -130,15 +130,6 @@ def _settle_config(arguments: argparse.Namespace) -> str:
     return ""
 
 
-def _tell_keys(arguments: argparse.Namespace, reasons: bool) -> None:
-    """Say which keys of a legal config are not as they were given."""
-    from mrl.config.explain import explain, tell
-
-    rows = explain(arguments.config, arguments.overrides, check=False)
-    for line in tell(rows, reasons):
-        print(line)
-
-
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--explain", action="store_true", help="say what each key comes to")
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -158,6 +149,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from mrl.config import build_plan, load_config, print_plan
+    from mrl.config.explain import explain, load_told, print_explained
     from mrl.planning.shapes import has_shape
 
     # what follows --assume may be an override: its key has a dot
@@ -165,12 +157,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     overrides = [word for word in words if "." in word.partition("=")[0]]
     arguments.overrides = [*arguments.overrides, *overrides]
     if arguments.explain:
-        from mrl.config.explain import explain, print_explained
-
         print_explained(explain(arguments.config, arguments.overrides))
-    config = load_config(arguments.config, arguments.overrides)
-    if not (arguments.explain or arguments.json):
-        _tell_keys(arguments, reasons=True)
+        config = load_config(arguments.config, arguments.overrides)
+    else:
+        config = load_told(arguments.config, arguments.overrides, reasons=True)
     if not has_shape(config):  # the numbers that need no model
         plan = build_plan(config)
         if arguments.suggest or arguments.plot is not None:
@@ -201,11 +191,11 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> None:
-    from mrl.config import load_config
+    from mrl.config.explain import load_told
     from mrl.resharding.draw import print_report
     from mrl.resharding.report import build_report
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_told(arguments.config, arguments.overrides)
     report = build_report(
         config, arguments.gpu, arguments.network, best_slots=not arguments.natural
     )
@@ -221,9 +211,10 @@ def _reshard(arguments: argparse.Namespace) -> None:
 
 def _load(arguments: argparse.Namespace) -> Config:
     """Load a config whose files are there and which can be trained."""
-    from mrl.config import check_files, check_trainable, load_config
+    from mrl.config import check_files, check_trainable
+    from mrl.config.explain import load_told
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_told(arguments.config, arguments.overrides)
     check_files(config)
     check_trainable(config)
     return config
@@ -240,16 +231,15 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from mrl.config import build_plan, print_plan
 
     if arguments.dry_run:
-        from mrl.config import load_config
+        from mrl.config.explain import load_told
 
-        return dry_run(load_config(arguments.config, arguments.overrides))
+        return dry_run(load_told(arguments.config, arguments.overrides))
     config = _load(arguments)
     require_devices(config)
     from mrl.workers.job import serve_as_rank
 
     if serve_as_rank(config):  # the data and the console are rank 0's
         return None
-    _tell_keys(arguments, reasons=False)
     print_plan(build_plan(config), config)
     from mrl.trainer import RayPPOTrainer
 
@@ -298,12 +288,12 @@ def _add_check_layout(check: argparse.ArgumentParser) -> None:
 
 
 def _check_layout(arguments: argparse.Namespace) -> int:
-    from mrl.config import load_config
+    from mrl.config.explain import load_told
 
     # what follows --layouts may be an override: its key has a dot, a layout has none
     words = arguments.layouts
     overrides = [word for word in words if "." in word.partition("=")[0]]
-    config = load_config(arguments.config, [*arguments.overrides, *overrides])
+    config = load_told(arguments.config, [*arguments.overrides, *overrides])
     from mrl.check_layout.command import Options, run
 
     options = Options(

@@ -9,6 +9,7 @@ actor and critic. GRPO and RLOO are the same step without a critic.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from threading import Event
@@ -175,6 +176,7 @@ class _Run:
     def loop(self) -> None:
         """Run all steps that are left."""
         trainer, first = self.config.trainer, self.state.global_step
+        _collect_rarely()
         self.recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", self.roles.ranks)
         if first >= self.last_step:
             print(f"nothing to train: step {first} of {self.last_step} is done already")
@@ -224,6 +226,12 @@ class _Run:
         with timer("adv"):
             rewards, found = self._advantages(batch, scores, old_log_probs, ref_log_probs, values)
             live = loss_mask(batch.mask, score_tensors(scores)[1])
+        scored = ScoredBatch.of(
+            batch, self.config.data.max_prompt_length, scores, old_log_probs, rewards,
+            found.advantages, found.returns, values,
+        )  # fmt: skip
+        summary = self.recorder.beside(summarise_batch, scored)
+        entropy = self.recorder.beside(entropies.mean)
         updates: dict[str, float] = {}
         with timer("update_critic"):
             if values is not None:
@@ -243,13 +251,9 @@ class _Run:
             validation = self._validate(step)
         with timer("save_checkpoint"):
             self._save(step)
-        scored = ScoredBatch.of(
-            batch, self.config.data.max_prompt_length, scores, old_log_probs, rewards,
-            found.advantages, found.returns, values,
-        )  # fmt: skip
         self.recorder.step(step, {
-            **summarise_batch(scored),
-            "actor/entropy": float(entropies.values.mean()),
+            **summary.result(),
+            "actor/entropy": entropy.result(),
             "actor/reward_kl_penalty_coeff": kl_coef,
             **updates,
             **sync_metrics(traffic),
@@ -345,12 +349,23 @@ class _Run:
             self._write_checkpoint(step)
 
     def _write_checkpoint(self, step: int) -> None:
+        self.recorder.settle()  # what a checkpoint calls done is on the disk
         folder = self.checkpoints.begin(step)
         for name, group in (("actor", self.roles.actor), ("critic", self.roles.critic)):
             if group is not None:
                 group.save(folder / name)
         self.state.save(folder)
         self.checkpoints.commit(step)
+
+
+def _collect_rarely() -> None:
+    """Spare Python's collections of garbage what stands now, and most of their rounds.
+
+    A step makes some hundred thousand objects, hardly one of them in a cycle: at the usual pace
+    looking for those takes longer than the rest of the controller's work.
+    """
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def _mean_over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

@@ -16,111 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Rows of different length stored end to end."""
-
-    values: Tensor  # [T] any dtype
-    lengths: Tensor  # [N] int64, sums to T
-
-    def __post_init__(self) -> None:
-        total, held = int(self.lengths.sum()), self.values.shape[0]
-        if total != held:
-            raise ValueError(f"ragged lengths sum to {total}, values hold {held}")
-
-    @staticmethod
-    def from_rows(rows: Sequence[Tensor]) -> Ragged:
-        """Join rows [R_i] into one column."""
-        if not rows:
-            return Ragged(torch.empty(0), torch.empty(0, dtype=torch.int64))
-        lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
-        return Ragged(torch.cat(list(rows)), lengths)
-
-    @staticmethod
-    def concat(columns: Sequence[Ragged]) -> Ragged:
-        """Stack columns under one another."""
-        return Ragged(
-            torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns])
-        )
-
-    @staticmethod
-    def in_order(columns: Sequence[Ragged], order: Sequence[int]) -> Ragged:
-        """Put rows back where they came from: row i of the stacked columns to place `order[i]`.
-
-        Raises ValueError unless `order` names each place once.
-        """
-        rows = (row for column in columns for row in column.rows())
-        placed = dict(zip(order, rows, strict=True))
-        if placed.keys() != set(range(len(order))):
-            raise ValueError(f"{len(order)} rows do not fill the places 0 to {len(order) - 1}")
-        if not placed:
-            return Ragged.concat(columns)
-        return Ragged.from_rows([placed[place] for place in range(len(placed))])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the values as plain bytes: those of a view alone, not of all its storage."""
-        values = self.values.detach().cpu().contiguous()
-        raw = values.view(-1).view(torch.uint8).numpy()
-        return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), self.lengths.numpy())
-
-    def __len__(self) -> int:
-        return self.lengths.shape[0]
-
-    def rows(self) -> tuple[Tensor, ...]:
-        """Split into views [R_i]."""
-        return torch.split(self.values, self.lengths.tolist())
-
-    def row_index(self) -> Tensor:
-        """Give the row of each value, [T] int64."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
-
-    def select(self, indices: Sequence[int]) -> Ragged:
-        """Take rows by index, in that order; rows that follow one another are a view."""
-        if not len(indices):
-            return Ragged(self.values[:0], self.lengths[:0])
-        first, stop = indices[0], indices[0] + len(indices)
-        if first >= 0 and _are_consecutive(indices):
-            if stop > len(self):
-                raise IndexError(f"row {stop - 1} of {len(self)}")
-            start = int(self.lengths[:first].sum())
-            lengths = self.lengths[first:stop]
-            return Ragged(self.values[start : start + int(lengths.sum())], lengths)
-        rows = self.rows()
-        return Ragged.from_rows([rows[i] for i in indices])
-
-    def to(self, device: torch.device) -> Ragged:
-        """Bring the values to a device; the lengths stay on the CPU."""
-        return Ragged(self.values.to(device), self.lengths)
-
-    def with_values(self, values: Tensor) -> Ragged:
-        """Keep the row lengths under new values [T]."""
-        return Ragged(values, self.lengths)
-
-    def row_sums(self) -> Tensor:
-        """Sum each row, [N] float."""
-        sums = torch.zeros(len(self), dtype=self.values.dtype)
-        return sums.index_add_(0, self.row_index(), self.values)
-
-
-def _unpickle_ragged(
-    raw: npt.NDArray[np.uint8],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    lengths: npt.NDArray[np.int64],
-) -> Ragged:
-    values = torch.from_numpy(_own(raw)).view(dtype).view(shape)
-    return Ragged(values, torch.from_numpy(_own(lengths)))
-
-
-def _own[A: np.generic](array: npt.NDArray[A]) -> npt.NDArray[A]:
-    """Copy what must not be written: Ray's arrays lie in a store that all ranks of a node share."""
-    return array if array.flags.writeable else array.copy()
-
-
-def _are_consecutive(indices: Sequence[int]) -> bool:
-    span = range(indices[0], indices[0] + len(indices))
-    return indices == span if isinstance(indices, range) else list(indices) == list(span)
+from mrl.columns import AtEnd as AtEnd
+from mrl.columns import ByRow as ByRow
+from mrl.columns import Joined as Joined
+from mrl.columns import Ragged as Ragged
+from mrl.columns import Repeated as Repeated
 
 
 class Numbers(Sequence[Any]):
@@ -133,7 +33,7 @@ class Numbers(Sequence[Any]):
 
     def __init__(self, numbers: Sequence[Any] | npt.NDArray[Any], dtype: type[np.generic]) -> None:
         """Store a copy of the numbers, or the array itself where it has the dtype already."""
-        self.array: npt.NDArray[Any] = as_array(numbers).astype(dtype, copy=False)
+        self.array: npt.NDArray[Any] = np.asarray(as_array(numbers), dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -156,8 +56,9 @@ class Numbers(Sequence[Any]):
 
 
 def as_array(numbers: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Give the array of `Numbers` itself, of anything else a copy."""
-    return numbers.array if isinstance(numbers, Numbers) else np.asarray(numbers)
+    """Give the array of `Numbers`, or an array itself; of anything else a copy."""
+    # not `isinstance`: that of an abstract class takes longer than all else here
+    return numbers.array if type(numbers) is Numbers else np.asarray(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +80,7 @@ class Sample:
     uid: str
     prompt_ids: Sequence[int]  # [P]
     response_ids: Sequence[int]  # [R], the stop token included when one was sampled
-    log_probs: Sequence[float]  # [R], of the sampled tokens, temperature applied
+    log_probs: Sequence[float]  # [R] float32, of the sampled tokens, temperature applied
     text: str  # decoded response without special tokens
     finish_reason: str  # "stop" or "length"
     policy_version: int
@@ -189,7 +90,7 @@ class Sample:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", Numbers(self.prompt_ids, np.int32))
         object.__setattr__(self, "response_ids", Numbers(self.response_ids, np.int32))
-        object.__setattr__(self, "log_probs", Numbers(self.log_probs, np.float64))
+        object.__setattr__(self, "log_probs", Numbers(self.log_probs, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +132,11 @@ class Score:
     extra: Mapping[str, float] | None = None  # further numbers that the function returned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Prompts and responses as token rows."""
+    """Prompts and responses as token rows; equal to themselves alone."""
 
-    tokens: Ragged  # int64; a row is prompt then response, P + R tokens
+    tokens: Ragged  # int32 or int64; a row is prompt then response, P + R tokens
     response_lengths: Tensor  # [N] int64, each at most the row's length
 
     def __len__(self) -> int:

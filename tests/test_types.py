@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from mrl.types import Ragged
+from mrl.types import AtEnd, ByRow, Joined, Ragged, Repeated
 
 
 def column(lengths: list[int], dtype: torch.dtype = torch.float32) -> Ragged:
@@ -60,3 +60,61 @@ def test_what_arrives_in_shared_memory_may_be_written_without_harm() -> None:
     first.values.add_(1)
     first.lengths.zero_()
     assert_equal(pickle.loads(sent, buffers=shared), column([2, 3]))
+
+
+def lazy(lengths: list[int], seed: int) -> tuple[Joined, Ragged]:
+    """Draw rows of two arrays each; gives them apart and as one column."""
+    draw = random.Random(seed)
+    whole = column(lengths)
+    rows = []
+    for row in whole.rows():
+        cut = draw.randint(0, len(row))
+        rows.append((row[:cut].numpy(), row[cut:].numpy()))
+    return Joined(rows, whole.lengths, torch.empty(0)), whole
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_lie_apart_are_the_column_that_they_make(seed: int) -> None:
+    draw = random.Random(seed)
+    apart, whole = lazy([draw.randint(0, 9) for _ in range(20)], seed)
+    order = draw.sample(range(20), 12)
+    assert_equal(apart.select(order).select(range(3, 9)), whole.select(order).select(range(3, 9)))
+    assert_equal(apart.select([]), whole.select([]))
+    assert_equal(pickle.loads(pickle.dumps(apart.select(order))), whole.select(order))
+    assert torch.equal(apart.row_sums(), whole.row_sums())
+    assert apart.mean() == pytest.approx(float(whole.values.mean()))
+    for size in (1, 7, 1000):
+        pairs = list(zip(apart.chunks(size), whole.chunks(size), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert torch.equal(torch.cat([a for a, _ in pairs]), whole.values)
+
+
+@pytest.mark.parametrize("kind", [Repeated, AtEnd])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_number_a_row_stands_for_the_column_that_it_makes(
+    kind: type[ByRow], dtype: torch.dtype
+) -> None:
+    lengths = torch.tensor([3, 0, 1, 2])
+    short = kind(torch.tensor([2.0, 5.0, 0.0, 7.0]).to(dtype), lengths)
+    whole = Ragged(short.values, lengths)
+    assert whole.values.dtype == dtype
+    assert torch.equal(short.row_sums(torch.float64), whole.row_sums(torch.float64))
+    assert_equal(short.select([3, 1, 0]), whole.select([3, 1, 0]))
+    assert_equal(short.to(torch.device("cpu")), whole)
+    assert torch.equal(torch.cat(list(short.chunks(2))), whole.values)
+    sent = pickle.loads(pickle.dumps(short))
+    assert type(sent) is kind
+    assert_equal(sent, whole)
+    assert len(pickle.dumps(kind(torch.zeros(4), 10**6 + lengths))) < 2000
+
+
+def test_a_number_for_each_row_is_needed() -> None:
+    with pytest.raises(ValueError, match="1 numbers for 2 rows"):
+        Repeated(torch.ones(1), torch.tensor([1, 2]))
+
+
+def test_sums_of_bfloat16_rows_and_of_empty_ones() -> None:
+    assert column([2, 0, 3]).row_sums().tolist() == [1.0, 0.0, 9.0]
+    apart = column([2, 0, 3], torch.bfloat16).select([2, 0])
+    assert_equal(apart, Ragged.from_rows([apart.rows()[0], apart.rows()[1]]))
+    assert apart.values.tolist() == [2.0, 3.0, 4.0, 0.0, 1.0]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algorithms.masks import loss_mask, masked, masked_row_sums, tokens_per_row
+from mrl.algorithms.masks import loss_mask, masked, masked_row_sums, spread, tokens_per_row
 from mrl.config.schema import AlgorithmConfig
 from mrl.types import Ragged
 
@@ -208,9 +208,8 @@ def _outcomes(inputs: AdvantageInputs) -> Tensor:
 
 def _spread(row_advantages: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
     """Give every unmasked token its row's advantage; the returns are the same."""
-    mask = inputs.mask
-    spread = masked(row_advantages[mask.row_index()], mask.values).float()
-    return AdvantageOutputs(mask.with_values(spread), mask.with_values(spread))
+    advantages = spread(row_advantages, inputs.mask)
+    return AdvantageOutputs(advantages, advantages)
 
 
 def _warn_singletons(groups: Groups) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
-from mrl.algorithms.masks import masked, tokens_per_row
+from mrl.algorithms.masks import masked, spread, tokens_per_row
 from mrl.algorithms.reductions import Mean, Metric, Sum
 from mrl.types import Ragged
 
@@ -180,4 +180,4 @@ def token_weights(mask: Ragged, mode: str, num_tokens: int, num_sequences: int) 
             f"alone have {own_tokens} and {own_sequences}; pass the sums over the whole step"
         )
     per_row = AGGREGATIONS[mode](tokens_per_row(mask).double(), num_tokens, num_sequences)
-    return mask.with_values(masked(per_row[mask.row_index()], mask.values).float())
+    return spread(per_row, mask)

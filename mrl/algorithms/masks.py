@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from mrl.types import Ragged
+from mrl.types import Ragged, Repeated
 
 
 def response_mask(response_ids: Tensor, stop_ids: Collection[int], lengths: Tensor) -> Tensor:
@@ -36,11 +36,13 @@ def hit_limit(response_ids: Sequence[int], stop_ids: Collection[int], max_tokens
 
 def full_mask(lengths: Tensor) -> Ragged:
     """Mark every token of rows of these lengths [N]."""
-    return Ragged(torch.ones(int(lengths.sum()), dtype=torch.bool), lengths)
+    return Repeated(torch.ones(len(lengths), dtype=torch.bool), lengths)
 
 
 def loss_mask(mask: Ragged, kept: Tensor) -> Ragged:
     """Take whole rows out of the loss: those not `kept` [N] bool, such as unscored ones."""
+    if isinstance(mask, Repeated):
+        return Repeated(mask.numbers & kept, mask.lengths)
     return mask.with_values(mask.values & kept[mask.row_index()])
 
 
@@ -54,9 +56,18 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 def tokens_per_row(mask: Ragged) -> Tensor:
     """Count the unmasked tokens of each row, [N] int64."""
-    return mask.with_values(mask.values.long()).row_sums()
+    return mask.row_sums(torch.int64)
+
+
+def spread(numbers: Tensor, mask: Ragged) -> Ragged:
+    """Give every unmasked token its row's number [N], and the others 0; float32."""
+    if isinstance(mask, Repeated):
+        return Repeated(masked(numbers, mask.numbers).float(), mask.lengths)
+    return mask.with_values(masked(numbers[mask.row_index()], mask.values).float())
 
 
 def masked_row_sums(column: Ragged, mask: Ragged) -> Tensor:
     """Sum the unmasked values of each row, [N] float64."""
-    return column.with_values(masked(column.values, mask.values).double()).row_sums()
+    if isinstance(mask, Repeated):
+        return masked(column.row_sums(torch.float64), mask.numbers)
+    return column.with_values(masked(column.values, mask.values)).row_sums(torch.float64)

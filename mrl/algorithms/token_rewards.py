@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.masks import masked, tokens_per_row
-from mrl.types import Ragged, Score
+from mrl.types import AtEnd, Ragged, Repeated, Score
 
 
 def is_scored(score: Score) -> bool:
@@ -42,7 +42,9 @@ def token_rewards(
     Returns:
         float32, one row a response, 0 where masked.
     """
-    rewards = torch.zeros(mask.values.shape[0], dtype=torch.float32)
+    if kl is None and isinstance(mask, Repeated):
+        return AtEnd(masked(scores.float(), scored & mask.numbers), mask.lengths)
+    rewards = torch.zeros(mask.total, dtype=torch.float32)
     if kl is not None:
         rewards -= kl_coef * masked(kl.values, mask.values).float()
     ends, has_tokens = _last_tokens(mask)
@@ -53,7 +55,7 @@ def token_rewards(
 
 def _last_tokens(mask: Ragged) -> tuple[Tensor, Tensor]:
     """Find the flat position of each row's last unmasked token [N], and whether it has one."""
-    positions = torch.where(mask.values, torch.arange(mask.values.shape[0]), -1)
+    positions = torch.where(mask.values, torch.arange(mask.total), -1)
     last = torch.full((len(mask),), -1, dtype=torch.int64)
     last = last.scatter_reduce(0, mask.row_index(), positions, "amax")
     return last, tokens_per_row(mask) > 0

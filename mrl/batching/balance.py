@@ -6,6 +6,9 @@ import heapq
 from bisect import insort
 from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
 
 def sequence_cost(length: int, hidden_size: int = 4096) -> float:
     """Weigh one sequence of a packed batch: linear layers, and causal attention.
@@ -14,6 +17,12 @@ def sequence_cost(length: int, hidden_size: int = 4096) -> float:
     half of attention; divided by 2 h that is 12 h s + s^2.
     """
     return 12.0 * hidden_size * length + float(length) ** 2
+
+
+def sequence_costs(lengths: Tensor, hidden_size: int) -> list[float]:
+    """Weigh the sequences of these lengths [N] each as `sequence_cost` does."""
+    tokens = lengths.double()
+    return (12.0 * hidden_size * tokens + tokens.square()).tolist()
 
 
 # A share of a partition: its cost, negative so that the heaviest sorts first, and its items.
@@ -51,24 +60,44 @@ def balance(costs: Sequence[float], parts: int, equal_counts: bool) -> list[list
         )
     if not costs:
         return [[] for _ in range(parts)]
-    shares = _difference(_first_partitions(costs, parts if equal_counts else 1), parts)
-    return [sorted(items) for _, items in shares] + [[] for _ in range(parts - len(shares))]
+    order = np.argsort(-np.array(costs, np.float64), kind="stable").tolist()
+    items: list[_Share] = [(-costs[i], (i,)) for i in order]
+    chunks = len(items) // parts if equal_counts else _even_chunks([-c for c, _ in items], parts)
+    shares = _difference(_first_partitions(items, chunks, parts), parts)
+    return [sorted(own) for _, own in shares] + [[] for _ in range(parts - len(shares))]
 
 
-def _first_partitions(costs: Sequence[float], chunk: int) -> list[_Partition]:
-    """Start with one partition for each `chunk` items of similar cost, an item a part."""
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    return [
-        [(-costs[i], (i,)) for i in order[start : start + chunk]]
-        for start in range(0, len(order), chunk)
+def _even_chunks(costs: Sequence[float], parts: int) -> int:
+    """Count the leading chunks of `parts` items that differencing would form of single items.
+
+    `costs` descend. Items that outweigh how uneven all chunks before them are meet one another.
+    """
+    uneven = 0.0
+    for number in range(len(costs) // parts):
+        start, stop = number * parts, (number + 1) * parts
+        if not uneven < costs[stop - 1]:
+            return number
+        uneven = max(uneven, costs[start] - costs[stop - 1])
+    return len(costs) // parts
+
+
+def _first_partitions(items: list[_Share], chunks: int, parts: int) -> list[tuple[int, _Partition]]:
+    """Start with whole chunks of similar items, one a part, and the rest alone; numbered."""
+    count = len(items)
+    # as if each chunk had been merged of its items
+    whole = [
+        (count + (k + 1) * (parts - 1) - 1 if parts > 1 else k, items[k * parts : (k + 1) * parts])
+        for k in range(chunks)
     ]
+    return whole + [(i, [items[i]]) for i in range(chunks * parts, count)]
 
 
-def _difference(partitions: list[_Partition], parts: int) -> _Partition:
+def _difference(partitions: list[tuple[int, _Partition]], parts: int) -> _Partition:
     """Merge the two most uneven partitions, heavy with light, until one is left."""
-    heap = [(_evenness(p, parts), number, p) for number, p in enumerate(partitions)]
+    heap = [(_evenness(p, parts), number, p) for number, p in partitions]
     heapq.heapify(heap)
-    first, number = heapq.heappop(heap)[2], len(partitions)
+    number = max(number for number, _ in partitions) + 1
+    first = heapq.heappop(heap)[2]
     while heap:
         merged = _merge(first, heapq.heappop(heap)[2], parts)
         first = heapq.heappushpop(heap, (_evenness(merged, parts), number, merged))[2]

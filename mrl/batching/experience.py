@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from mrl.algorithms.losses import loss_counts, token_weights
 from mrl.algorithms.masks import full_mask
-from mrl.types import PolicyBatch, Ragged, Sample, Sequences, ValueBatch, as_array
+from mrl.types import Joined, PolicyBatch, Ragged, Repeated, Sample, Sequences, ValueBatch, as_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +34,17 @@ def collect(groups: Sequence[Sequence[Sample]]) -> Experience:
     samples = tuple(sample for group in groups for sample in group)
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
     totals = lengths + torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64)
-    tokens = _joined([row for s in samples for row in (s.prompt_ids, s.response_ids)], np.int64)
-    log_probs = _joined([s.log_probs for s in samples], np.float32)
+    tokens = [(as_array(s.prompt_ids), as_array(s.response_ids)) for s in samples]
+    log_probs = [(as_array(s.log_probs),) for s in samples]
     routing = [sample.routing for sample in samples if sample.routing is not None]
     return Experience(
         samples,
         tuple(sample.uid for sample in samples),
-        Sequences(Ragged(tokens, totals), lengths),
+        Sequences(Joined(tokens, totals, torch.empty(0, dtype=torch.int32)), lengths),
         full_mask(lengths),
-        Ragged(log_probs, lengths),
+        Joined(log_probs, lengths, torch.empty(0)),
         Ragged.from_rows(routing) if routing else None,
     )
-
-
-def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
-    """Put rows of numbers end to end."""
-    arrays = [np.empty(0, dtype), *(as_array(row) for row in rows)]
-    return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="same_kind"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +110,7 @@ def supervised_batch(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) ->
     rows = [torch.tensor([*prompt, *response], dtype=torch.int64) for prompt, response in examples]
     lengths = torch.tensor([len(response) for _, response in examples], dtype=torch.int64)
     mask = full_mask(lengths)
-    nothing = Ragged(torch.zeros(int(lengths.sum())), lengths)
+    nothing = Repeated(torch.zeros(len(lengths)), lengths)
     weights = token_weights(mask, "token-mean", *loss_counts(mask))
     return PolicyBatch(Sequences(Ragged.from_rows(rows), lengths), nothing, nothing, weights, None)
 
@@ -134,10 +125,7 @@ def _batches[B](
     for rows in splits(len(experience.samples)):
         mask = loss_mask.select(rows)
         # The denominator of the whole optimizer step, before any rank or micro-batch is cut off.
-        weights = token_weights(mask, agg_mode, *loss_counts(mask))
-        if _any_live(weights.values):
+        counts = loss_counts(mask)
+        if any(counts):
+            weights = token_weights(mask, agg_mode, *counts)
             yield build(weights, rows, experience.sequences.select(rows))
-
-
-def _any_live(weights: Tensor) -> bool:
-    return bool((weights != 0).any())

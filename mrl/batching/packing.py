@@ -6,6 +6,8 @@ import heapq
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
+
 from mrl.types import Batching
 
 
@@ -53,18 +55,28 @@ def by_tokens(
     if any(length < 0 for length in lengths):
         raise ValueError(f"row lengths must not be negative, found {min(lengths)}")
     _warn_over_long(lengths, max_tokens)
-    packed = _first_fit_decreasing(lengths, max_tokens)
-    count = max(len(packed), min_count)
-    count += -count % multiple_of
-    # Even micro-batches keep pipelines and memory level; but only the packing keeps the cap.
-    even = _longest_to_lightest(lengths, count)
-    if all(len(batch) < 2 or sum(lengths[i] for i in batch) <= max_tokens for batch in even):
+    order = np.argsort(-np.array(lengths, np.int64), kind="stable").tolist()
+
+    def rounded(count: int) -> int:
+        count = max(count, min_count)
+        return count + -count % multiple_of
+
+    # Even micro-batches keep pipelines and memory level; but only a packing is sure to keep the
+    # cap. The fewest that could hold all come first: many short rows mostly fill them.
+    fewest = rounded(-(-sum(min(length, max_tokens) for length in lengths) // max_tokens))
+    if (even := _longest_to_lightest(lengths, order, fewest, max_tokens)) is not None:
         return even
-    return packed + [[] for _ in range(count - len(packed))]
+    packed = _first_fit_decreasing(lengths, order, max_tokens)
+    count = rounded(len(packed))
+    if count > fewest:
+        even = _longest_to_lightest(lengths, order, count, max_tokens)
+    return packed + [[] for _ in range(count - len(packed))] if even is None else even
 
 
-def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each row, longest first, into the first micro-batch that has room.
+def _first_fit_decreasing(
+    lengths: Sequence[int], order: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Put each row, in `order` from the longest, into the first micro-batch that has room.
 
     Batches that are not opened yet have all of their room. The most room below each node of a
     binary tree finds the first that fits in the logarithm of their number.
@@ -72,7 +84,7 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [max_tokens] * (2 * leaves)  # node i has the children 2 i and 2 i + 1
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in order:
         length = lengths[index]
         node = leaves + len(batches) if length > max_tokens else 1
         while node < leaves:
@@ -83,18 +95,30 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
         room[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            left, right = room[2 * node], room[2 * node + 1]
+            most = left if left > right else right
+            if room[node] == most:
+                break
+            room[node] = most
     return [sorted(batch) for batch in batches]
 
 
-def _longest_to_lightest(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Put each row, longest first, into the micro-batch with the fewest tokens (and rows)."""
+def _longest_to_lightest(
+    lengths: Sequence[int], order: Sequence[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Put each row, in `order` from the longest, where the fewest tokens (and rows) are.
+
+    None where that puts more than `max_tokens` together.
+    """
     batches: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, b) for b in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in order:
         tokens, rows, batch = heap[0]
+        tokens += lengths[index]
+        if rows and tokens > max_tokens:
+            return None
         batches[batch].append(index)
-        heapq.heapreplace(heap, (tokens + lengths[index], rows + 1, batch))
+        heapq.heapreplace(heap, (tokens, rows + 1, batch))
     return [sorted(batch) for batch in batches]
 
 

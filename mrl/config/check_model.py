@@ -133,13 +133,14 @@ def _check_layout(
     key = f"{section}.tensor_model_parallel_size"
     legal = _legal_tps(world, pp * cp, shape)
     if world % role.ranks_a_replica:
-        yield Violation(
-            key,
-            tp,
-            f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the "
-            f"{world} ranks",
-            legal or "none with this pp and cp",
-        )
+        blamed, size, nearest = key, tp, legal
+        if not legal:  # no TP helps: the larger of the others is to blame
+            name, size = max(("pipeline_model", pp), ("context", cp), key=lambda item: item[1])
+            blamed, rest = f"{section}.{name}_parallel_size", role.ranks_a_replica // size
+            fits = (n for n in range(1, min(size, world + 1)) if world % (rest * n) == 0)
+            nearest = ", ".join(map(str, fits)) or "none with the other sizes"
+        rule = f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the "
+        yield Violation(blamed, size, f"{rule}{world} ranks", nearest)
     if shape is not None:
         if reason := shape.rejects_tp(tp):
             yield Violation(key, tp, f"{reason} of {shape.path}", legal)

@@ -87,7 +87,7 @@ class Range:
             bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
         if self.high < inf:
             bounds.append(f"{'below' if self.high_open else 'at most'} {self.high:g}")
-        words = "must be " + " and ".join(bounds or ["finite"])
+        words = "must be " + " and ".join(["finite", *bounds])
         return f"{words}: {self.why}" if self.why else words
 
     def nearest(self, value: float, default: object) -> str:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config import schema
 from mrl.config.aliases import (
     ALIASES,
     LEGACY,
-    VALUE_ALIASES,
     outcome,
     rename,
     rename_references,
     without_ignored,
 )
+from mrl.config.build import OPEN, Builder
 from mrl.config.check import check_config
 from mrl.config.check_values import check_values
 from mrl.config.errors import ConfigError, Violation, raise_any
 from mrl.config.outcomes import Ignored, Legacy, Refused
-from mrl.config.typed import Key, coerce, field_keys, schema_keys
+from mrl.config.typed import schema_keys
 from mrl.config.verl import DEFAULTS
 
 _BASE = "base"
@@ -41,11 +41,7 @@ _UNREADABLE = (
     RecursionError,
 )
 _LEGACY_ROOT = "_legacy"  # holds the values of keys that are translated after merging
-_ABSENT = object()
 _LONGEST_KEY = 100  # nothing longer is a misspelling
-_OPEN = "???"  # OmegaConf's mark of a value to be given
-# Sections that may be given in part: what is not said follows the section named here.
-_FOLLOWS = {"ref.megatron": "actor.megatron", "critic.megatron": "actor.megatron"}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> schema.Config:
@@ -66,7 +62,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> schem
     assert isinstance(merged, DictConfig)
     given = {key: value for layer in layers for key, value in _leaves(layer)}
     _translate_legacy(merged, given, violations)
-    builder = _Builder(merged, violations)
+    builder = Builder(merged, violations)
     config = builder.build()
     # Relations between values make sense only when each of them has its type.
     violations += check_values(config) if builder.failed else check_config(config)
@@ -258,7 +254,7 @@ def _still_open(layers: Sequence[Mapping[str, Any]]) -> list[Violation]:
     return [
         Violation(key, value, "a value is needed")
         for key, value in last.items()
-        if value == _OPEN and key != "model.path"
+        if value == OPEN and key != "model.path"
     ]
 
 
@@ -280,6 +276,11 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _unknown(written: str, key: str, value: Any) -> Violation:
+    known = schema_keys()
+    for name in (key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1)):
+        if name in known and not known[name].is_section:
+            rule = f"{name} has no keys, it is {known[name].describe()}"
+            return Violation(written, value, f"{rule}: unknown key; did you mean {name}?")
     near = _nearest_key(key)
     hint = f"did you mean {near}?" if near else "nothing known is like it"
     return Violation(written, value, f"unknown key; {hint}")
@@ -333,85 +334,3 @@ def as_yaml(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class _Builder:
-    """Builds the frozen tree, noting every value of a wrong type."""
-
-    def __init__(self, merged: DictConfig, violations: list[Violation]) -> None:
-        self.failed = False  # a value is None in place of what was found
-        self._merged = merged
-        self._violations = violations
-        self._built: dict[str, Any] = {}  # sections by dotted name
-
-    def build(self) -> schema.Config:
-        return self._section(schema.Config, "")
-
-    def _section(self, cls: Any, prefix: str) -> Any:
-        values = {name: self._value(prefix + name, key) for name, key in field_keys(cls).items()}
-        section = self._built[prefix.rstrip(".")] = cls(**values)
-        return section
-
-    def _value(self, name: str, key: Key) -> Any:
-        try:
-            value = OmegaConf.select(self._merged, name, default=_ABSENT)
-            missing = self._is_missing(name)
-            if isinstance(value, Container) and not key.is_section:
-                value = OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            return self._refuse(name, self._raw(name), reason)
-        if missing:
-            return _OPEN
-        if value is _ABSENT:
-            return self._followed(name)
-        if key.is_section:
-            if isinstance(value, DictConfig):
-                strange = [str(k) for k in value if str(k) not in field_keys(key.type)]
-                if not strange:
-                    return self._section(key.type, f"{name}.")
-                # Only a reference to another section leads here: keys as such are checked before.
-                return self._refuse(
-                    name,
-                    self._raw(name),
-                    f"refers to a section of other keys: {', '.join(strange)}",
-                )
-            if value is None and key.optional:
-                return None
-        else:
-            try:
-                return coerce(_other_spelling(name, value), key)
-            except TypeError:
-                pass
-        return self._refuse(name, value, f"expected {key.describe()}")
-
-    def _is_missing(self, name: str) -> bool:
-        parent, _, leaf = name.rpartition(".")
-        node = OmegaConf.select(self._merged, parent) if parent else self._merged
-        return isinstance(node, DictConfig) and OmegaConf.is_missing(node, leaf)
-
-    def _followed(self, name: str) -> Any:
-        section, _, leaf = name.rpartition(".")
-        model = self._built.get(_FOLLOWS.get(section, ""))
-        if is_dataclass(model):
-            return getattr(model, leaf)
-        return self._refuse(name, None, "the section it is in lacks it")
-
-    def _refuse(self, name: str, value: Any, rule: str) -> None:
-        self.failed = True
-        self._violations.append(Violation(name, value, rule))
-
-    def _raw(self, name: str) -> Any:
-        parent, _, leaf = name.rpartition(".")
-        try:
-            node = OmegaConf.select(self._merged, parent) if parent else self._merged
-            return OmegaConf.to_container(node, resolve=False)[leaf]
-        except (OmegaConfBaseException, KeyError, ValueError, TypeError):
-            return None
-
-
-def _other_spelling(name: str, value: Any) -> Any:
-    spellings = VALUE_ALIASES.get(name)
-    if spellings is None or isinstance(value, list):
-        return value
-    return spellings.get(value, value)

@@ -26,6 +26,7 @@ class Ignored:
     """A key that changes nothing here, whatever its value."""
 
     why: str
+    off: tuple[Any, ...] = (None,)  # values that ask for nothing, so that nothing is to be told
 
 
 @dataclass(frozen=True)

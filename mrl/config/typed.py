@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -19,6 +21,10 @@ _SCALARS: dict[type, tuple[Any, str]] = {
     float: (FloatNode, "a number"),
     str: (StringNode, "text"),
 }
+
+
+_PLAIN = re.compile(r"[-+.0-9a-zA-Z ]*")  # how a number may be written as text: 1e-6, inf
+_MOST_ROUNDED = 1 << 53  # above it a float is no exact integer
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,40 @@ def _plain(value: Any, fits: Callable[[Any], bool]) -> Any:
     return value
 
 
+def nearest(value: Any, key: Key) -> str:
+    """Spell the value of the key's type that is nearest to one of another type, "" for none."""
+    kind, origin = key.type, get_origin(key.type)
+    tries: list[Any] = []
+    if origin in (list, tuple):
+        tries = [[value]]
+    elif kind is int and isinstance(value, float) and abs(value) < _MOST_ROUNDED:
+        tries = [round(value)]
+    elif isinstance(value, list) and len(value) == 1:
+        tries = value
+    elif kind is bool and _is_number(value):
+        tries = [value != 0]
+    elif kind in (int, float) and isinstance(value, str):  # full-width digits, 1e3, 1,000
+        tries = [unicodedata.normalize("NFKC", value).replace(",", "").replace("_", "")]
+    for other in tries:
+        try:
+            coerced = coerce(other, key)
+        except TypeError:
+            continue
+        return str(coerced).lower() if isinstance(coerced, bool) else str(coerced)
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 def _scalar(value: Any, kind: type) -> Any:
+    # the nodes read 7 as true, and digits of any script and 1_0 as numbers
     if value is None or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    if kind is bool and _is_number(value) and value not in (0, 1):
+        raise TypeError
+    if kind in (int, float) and isinstance(value, str) and not _PLAIN.fullmatch(value):
         raise TypeError
     try:
         return _SCALARS[kind][0](value=value)._value()

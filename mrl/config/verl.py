@@ -154,8 +154,15 @@ VERL: dict[str, Outcome] = {
     "ref.router_replay": Ignored("see actor.router_replay.mode"),
     # rollout
     "rollout.mode": Ignored("requests are batched by the engine in either mode"),
-    "rollout.load_format": Ignored("weights always arrive from the trainer, before the first use"),
-    "rollout.layered_summon": _FSDP,
+    "rollout.load_format": Ignored(
+        "as with dummy, the engine reads no files: the trainer sends its weights before the first "
+        "response, an adapter's base too"
+    ),
+    "rollout.layered_summon": Ignored(
+        "no parameter is gathered for the engine, so there is no peak to avoid "
+        "(resharding.bucket_bytes bounds the buffers)",
+        off=(None, False),
+    ),
     "rollout.skip_tokenizer_init": Ignored("prompts are tokenized before the engine sees them"),
     "rollout.disable_log_stats": Ignored("the engine's log is never printed"),
     "rollout.multi_stage_wake_up": Ignored("see rollout.free_cache_engine"),

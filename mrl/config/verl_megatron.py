@@ -13,7 +13,10 @@ _PACKED = Ignored("sequences are always packed without padding")
 _FUSED_HEAD = Ignored("see megatron.use_fused_kernels")
 _RESHARDABLE = Ignored("checkpoints open on any layout")
 _ON_HOST = Ignored(
-    "the optimizer steps on its GPU; megatron.optimizer_offload keeps its state on the host between"
+    "Adam steps on the GPU; for less memory: megatron.optimizer_offload=true (on the host between "
+    "updates), optim.use_precision_aware_optimizer=true with exp_avg_dtype=bf16 and "
+    "exp_avg_sq_dtype=bf16",
+    off=(None, False, 0),
 )
 _ADAM = "the optimizer is Adam"
 _WARMUP = Ignored("see lr_warmup_steps, lr_decay_style and min_lr")

@@ -46,12 +46,12 @@ def add_launch(launch: argparse.ArgumentParser) -> None:
 
 def launch(arguments: argparse.Namespace) -> None:
     """Render a Slurm script."""
-    from mrl.config import load_config
+    from mrl.config.explain import load_told
     from mrl.launching.slurm import SlurmJob, render
 
     sizes = arguments.nodes, arguments.gpus_per_node
     if None in sizes:
-        trainer = load_config(arguments.config, arguments.overrides).trainer
+        trainer = load_told(arguments.config, arguments.overrides).trainer
         sizes = sizes[0] or trainer.nnodes, sizes[1] or trainer.n_gpus_per_node
     job = SlurmJob(
         config=arguments.config,

@@ -33,11 +33,13 @@ def visible_devices(given: Mapping[str, str], installed: int) -> tuple[str, ...]
 
 
 def device_of_rank(local_rank: int, seen: Sequence[str], device: str) -> str:
-    """Say which device a rank uses: `cuda:1 = GPU 4`, or `cpu`."""
+    """Say which device a rank uses: `cuda:1 = GPU 4`, `cpu`, or `cuda:1 = none`."""
     if device == "cpu":
         return "cpu"
-    physical = seen[local_rank] if local_rank < len(seen) else "none: too few are visible"
-    return f"cuda:{local_rank} = GPU {physical}"
+    if local_rank >= len(seen):
+        return f"cuda:{local_rank} = none"
+    name = seen[local_rank]  # a number, or the head of an identifier such as GPU-5a1f9e02-...
+    return f"cuda:{local_rank} = " + (f"GPU {name}" if name.isdecimal() else name[:12])
 
 
 def contradictions(given: Mapping[str, str], installed: int, ranks: int, ray: bool) -> list[str]:
@@ -52,7 +54,7 @@ def contradictions(given: Mapping[str, str], installed: int, ranks: int, ray: bo
     if len(seen) < ranks:
         found.append(
             f"{ranks} ranks a host (trainer.n_gpus_per_node), {len(seen)} GPUs are visible "
-            f"({said}): make them equal"
+            f"of this host's {installed} ({said}): make them equal"
         )
     for name in _OTHERS:
         if given.get(name, given.get(CUDA)) != given.get(CUDA):

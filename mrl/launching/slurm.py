@@ -54,7 +54,8 @@ def render(job: SlurmJob) -> str:
             "trainer.default_local_dir contain ${trainer.experiment_name}"
         )
     words = shlex.join([job.config, *job.overrides])
-    lines = ["#!/usr/bin/env bash", *_header(job, len(runs)), "set -euo pipefail"]
+    told = "# Written by `mrl launch slurm`: submit it with sbatch from the project root."
+    lines = ["#!/usr/bin/env bash", told, *_header(job, len(runs)), "set -euo pipefail"]
     lines.append('cd "$SLURM_SUBMIT_DIR"')
     lines.append(f"export NPROC_PER_NODE={job.gpus_per_node}")
     if not job.sweep:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mrl.planning.memory import Job, MemoryPlan, engine_memory
+from mrl.planning.job import Job
+from mrl.planning.memory import MemoryPlan, engine_memory
 
 _GENERATION_SHARE = 0.4
 _ROOM, _TIGHT = 0.6, 0.95  # of the GPU in a log-prob pass

@@ -10,7 +10,8 @@ from typing import Any
 from mrl.config import Config, build_plan, check_config
 from mrl.planning.compute import plan_time
 from mrl.planning.hardware import Machine
-from mrl.planning.memory import Job, MemoryPlan, plan_memory
+from mrl.planning.job import Job
+from mrl.planning.memory import MemoryPlan, plan_memory
 
 _MOST_TOKENS = 4  # the budget may be cut that many times in half
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mrl.planning.hardware import Machine
-from mrl.planning.memory import Job, Role, engine_memory, kv_bytes
+from mrl.planning.hardware import GB, Machine
+from mrl.planning.job import Job, Role
+from mrl.planning.memory import engine_memory, kv_bytes
 from mrl.resharding.families import ModelShape
 from mrl.tracking.flops import forward_flops, training_flops
 
 _PRODUCT = 0.8  # of the peak in one large matrix product: 769 to 798 of 989 TFLOP/s on an H200
 _ALL_REDUCE = 12e-6  # s, of a small message inside a node
+_TRAINING = 2.5  # times the host's work of a forward pass
 _POINTS = 16  # of the integral over a response
 _PASSES = {"actor": "old_log_prob", "critic": "values", "ref": "ref"}
 
@@ -82,7 +84,7 @@ def plan_time(job: Job, reshard_s: float | None = None) -> StepTime:
     phases += [forward(job, role, _PASSES[role.name]) for role in job.roles]
     phases += [update(job, role) for role in trained]
     seconds = _reshard(job) if reshard_s is None else reshard_s
-    phases.append(Phase("reshard", {"links": seconds}))
+    phases.append(Phase("reshard", {"links": seconds, **_wake(job)}))
     phases.append(Phase("rest", {"host": assume.rest}))
     host = _host_link(job)
     phases = [
@@ -111,6 +113,13 @@ def _host_link(job: Job) -> dict[str, float]:
             if size:
                 moved[phase] = moved.get(phase, 0.0) + size
     return {phase: size / job.machine.host_link for phase, size in moved.items()}
+
+
+def _wake(job: Job) -> dict[str, float]:
+    """Give the seconds in which a sleeping engine maps its weights and its cache again."""
+    engine = engine_memory(job)
+    woken = (engine.weights + max(engine.kv, 0.0)) / GB
+    return {"wake": woken * job.machine.assume.wake} if job.sleeps else {}
 
 
 def _lengths(job: Job) -> tuple[int, int]:
@@ -143,6 +152,7 @@ def forward(job: Job, role: Role, name: str) -> Phase:
     tokens = job.plan.samples * (prompt + response) / role.plan.dp / role.plan.layout.cp
     micro = max(tokens / job.local_tokens(role, log_prob=True), 1)
     parts = {"compute": compute, "bubble": compute * _bubble(role, micro)}
+    parts |= _host(job, role, micro, compute, 1.0)
     parts |= _layer_links(job, role, tokens, passes=1)
     return Phase(name, parts, flops)
 
@@ -167,6 +177,7 @@ def update(job: Job, role: Role) -> Phase:
         "compute": compute,
         "recompute": more / rate,
         "bubble": (flops + more) / rate * _bubble(role, micro),
+        **_host(job, role, micro * steps, compute + more / rate, _TRAINING + again),
         **_layer_links(job, role, tokens, passes=2.5 + again),
         **_optimizer(job, role, steps),
     }
@@ -176,6 +187,15 @@ def update(job: Job, role: Role) -> Phase:
 def _bubble(role: Role, micro_batches: float) -> float:
     layout = role.plan.layout
     return (layout.pp - 1) / (max(ceil(micro_batches), 1) * (layout.vpp or 1))
+
+
+def _host(
+    job: Job, role: Role, micro_batches: float, compute: float, passes: float
+) -> dict[str, float]:
+    """Give the seconds by which the host that starts the kernels is slower than the device."""
+    layers = role.shape.num_layers / role.plan.layout.pp
+    starts = micro_batches * layers * passes * job.machine.assume.host_layer
+    return {"host": starts - compute} if starts > compute else {}
 
 
 def _link(machine: Machine, ranks: int, ranks_a_node: int) -> float:

@@ -33,16 +33,21 @@ class Assumptions:
     narrow: float = _number(250, "hidden size at which half of the above is left (H200, 1.5B-7B)")
     experts: float = _number(0.6, "of a dense product's speed in small experts (assumed)")
     generation: float = _number(0.6, "of the roofline of decoding; good engines reach 0.5 to 0.6")
-    host_step: float = _number(0.004, "s, least time of an engine step (vLLM 0.26, H200 host)")
-    host_sequence: float = _number(30e-6, "s a sequence and engine step (vLLM 0.26, H200 host)")
+    host_step: float = _number(0.0005, "s, least time of an engine step (vLLM 0.26, H200 host)")
+    host_sequence: float = _number(37e-6, "s a sequence and engine step (vLLM 0.26, H200 host)")
+    host_layer: float = _number(
+        0.0026, "s to start a layer's forward pass, 2.5 times that to train it (0.5B, H200 host)"
+    )
     prompt: float = _number(1.0, "mean prompt, as a part of data.max_prompt_length")
     response: float = _number(1.0, "mean response, as a part of data.max_response_length")
     imbalance: float = _number(1.2, "tokens of the busiest expert-parallel rank over the mean")
     overlap: float = _number(0.7, "of gradient reduction and gather hidden, where asked for")
-    offload: float = _number(0.8, "of the host link; H200: 50 of 64 GB/s")
+    offload: float = _number(0.7, "of the host link; H200: 43 of 64 GB/s out, 49 back")
+    wake: float = _number(0.002, "s a GB that the engine takes back when it wakes (H200)")
     rest: float = _number(0.25, "s a step: rewards, advantages, cutting, logging (H200 host)")
-    context: float = _number(1.2, "GB: CUDA context, NCCL, cuBLAS (H200: 0.57 of it torch's)")
-    engine_asleep: float = _number(1.5, "GB that an engine keeps asleep: CUDA graphs, NCCL")
+    context: float = _number(1.2, "GB: CUDA context, cuBLAS (H200: 0.57 of it torch's)")
+    engine_asleep: float = _number(2.0, "GB of an engine beside its budget: CUDA graphs (H200)")
+    nccl: float = _number(2.5, "GB of communicators where there are several ranks (H200 x 2)")
     allocator: float = _number(0.03, "of activations lost to the allocator (H200: 0 to 0.13)")
 
     @classmethod

@@ -11,7 +11,8 @@ from mrl.planning.advice import Advice, advise, facts_of
 from mrl.planning.change import Fix, cheapest_fixes, words
 from mrl.planning.compute import StepTime, plan_time
 from mrl.planning.hardware import Machine
-from mrl.planning.memory import Job, MemoryPlan, plan_memory
+from mrl.planning.job import Job
+from mrl.planning.memory import MemoryPlan, plan_memory
 
 _MOST_EXACT = 32  # ranks whose weight update is planned slice by slice, in about a second
 

@@ -11,7 +11,8 @@ from mrl.config import build_plan
 from mrl.planning.change import Change, changed, tried, words
 from mrl.planning.compute import StepTime, plan_time
 from mrl.planning.hardware import GB
-from mrl.planning.memory import TIGHT, Job, MemoryPlan, plan_memory
+from mrl.planning.job import Job
+from mrl.planning.memory import TIGHT, MemoryPlan, plan_memory
 
 _BUDGETS = (4, 2, 1)  # times the longest sequence
 _SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)

@@ -16,7 +16,9 @@ from torch import Tensor
 from mrl.algorithms.masks import loss_mask, masked_row_sums
 from mrl.algorithms.token_rewards import is_scored, score_tensors
 from mrl.batching.experience import Experience
-from mrl.types import Ragged, Score
+from mrl.types import Ragged, Repeated, Score
+
+_CHUNK = 1 << 16  # tokens whose intermediate results stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,13 @@ def summarise_batch(batch: ScoredBatch) -> dict[str, float]:
     """Describe the samples of one step; a statistic over nothing is left out."""
     values, scored = score_tensors(batch.scores)
     lengths = batch.mask.lengths
-    live = loss_mask(batch.mask, scored).values
+    live = loss_mask(batch.mask, scored)
     sequence_rewards = masked_row_sums(batch.token_rewards, batch.mask)
     return {
         **_statistics("critic/score", values[scored]),
         **_statistics("critic/rewards", sequence_rewards[scored]),
-        **_statistics("critic/advantages", _kept(batch.advantages, live)),
-        **_statistics("critic/returns", _kept(batch.returns, live)),
+        **_token_statistics("critic/advantages", batch.advantages, live),
+        **_token_statistics("critic/returns", batch.returns, live),
         **_critic_metrics(batch, live),
         **_statistics("response_length", lengths),
         **_mean("response_length/clip_ratio", batch.truncated),
@@ -122,16 +124,31 @@ def _statistics(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def _kept(column: Ragged, live: Tensor) -> Tensor:
-    """Give the values of the live tokens [T]; most steps have no other, and need no copy."""
-    return column.values if bool(live.all()) else column.values[live]
+def _token_statistics(name: str, column: Ragged, live: Ragged) -> dict[str, float]:
+    if not (isinstance(column, Repeated) and isinstance(live, Repeated)):
+        return _statistics(name, _kept(column, live))
+    rows = live.numbers & (live.lengths > 0)
+    found = _statistics(name, column.numbers[rows])
+    if found:  # the mean is over tokens
+        total = column.row_sums(torch.float64)[rows].sum()
+        found[f"{name}/mean"] = float(total / live.lengths[rows].sum())
+    return found
+
+
+def _kept(column: Ragged, live: Ragged) -> Tensor:
+    """Give the values of the live tokens; most steps have no other, and need no copy."""
+    return column.values if _all(live) else column.values[live.values]
+
+
+def _all(mask: Ragged) -> bool:
+    return bool((mask.numbers if isinstance(mask, Repeated) else mask.values).all())
 
 
 def _mean(name: str, flags: Sequence[bool]) -> dict[str, float]:
     return {name: sum(flags) / len(flags)} if flags else {}
 
 
-def _critic_metrics(batch: ScoredBatch, live: Tensor) -> dict[str, float]:
+def _critic_metrics(batch: ScoredBatch, live: Ragged) -> dict[str, float]:
     if batch.values is None:
         return {}
     values, returns = _kept(batch.values, live).double(), _kept(batch.returns, live).double()
@@ -144,17 +161,23 @@ def _critic_metrics(batch: ScoredBatch, live: Tensor) -> dict[str, float]:
 
 def _mismatch(batch: ScoredBatch) -> dict[str, float]:
     """Compare the engine's log-probs of the sampled tokens with the trainer's."""
-    live = batch.mask.values
-    if not bool(live.any()):
-        return {}
-    engine = _kept(batch.rollout_log_probs, live).double()
-    trainer = _kept(batch.old_log_probs, live).double()
-    gaps = {
-        "training/rollout_probs_diff": (engine.exp() - trainer.exp()).abs(),
-        "training/rollout_log_probs_diff": (engine - trainer).abs(),
-    }
-    reduced = {f"{name}_mean": float(gap.mean()) for name, gap in gaps.items()}
-    return reduced | {f"{name}_max": float(gap.max()) for name, gap in gaps.items()}
+    columns = (batch.rollout_log_probs, batch.old_log_probs, batch.mask)
+    everything = _all(batch.mask)
+    count, totals, highest = 0, torch.zeros(2, dtype=torch.float64), torch.zeros(2)
+    for engine, trainer, live in zip(*(c.chunks(_CHUNK) for c in columns), strict=True):
+        if not everything:
+            engine, trainer = engine[live], trainer[live]
+        if engine.numel():
+            gaps = torch.stack((engine.exp() - trainer.exp(), engine - trainer)).abs_()
+            count += engine.numel()
+            totals += gaps.sum(1)
+            highest = torch.maximum(highest, gaps.amax(1))
+    found = {}
+    for index, name in enumerate(("rollout_probs_diff", "rollout_log_probs_diff")):
+        if count:
+            found[f"training/{name}_mean"] = float(totals[index]) / count
+            found[f"training/{name}_max"] = float(highest[index])
+    return found
 
 
 def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

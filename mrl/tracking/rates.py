@@ -36,7 +36,7 @@ class Rates:
 
         Without an update of the actor there is no utilisation.
         """
-        responses = len(batch.mask.values)
+        responses = batch.mask.total
         rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
         lengths = batch.sequences.tokens.lengths.tolist()
         flops = training_flops(self.shape, lengths, responses, self.weights_frozen) * self.epochs

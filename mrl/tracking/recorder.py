@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mrl.config import Config, RunPlan, save_resolved
 from mrl.tracking.console import ConsoleLog
@@ -27,6 +29,8 @@ class Recorder:
         save_resolved(config, self.folder / "config.yaml")
         (self.folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=1) + "\n")
         self._metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step)
+        self._thread = ThreadPoolExecutor(1, "recorder")
+        self._open: list[Future[Any]] = []
         loggers = config.trainer.logger
         self._console = ConsoleLog(total_steps) if "console" in loggers else None
         self._board = None
@@ -44,7 +48,11 @@ class Recorder:
                 self._console.line(f"{host}: {count} ranks on {device}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step everywhere."""
+        """Write the metrics of one step everywhere, after its samples.
+
+        Raises what went wrong with those.
+        """
+        self.settle()
         self._metrics.write(step, metrics)
         if self._board is not None:
             self._board.scalars(step, metrics)
@@ -57,17 +65,27 @@ class Recorder:
             self._console.step(step, metrics)
 
     def rollouts(self, kind: str, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Write the samples of a step below `<kind>/`."""
-        dump_rollouts(self.folder / kind, step, rows)
+        """Write the samples of a step below `<kind>/`, while the step goes on."""
+        self.beside(dump_rollouts, self.folder / kind, step, rows)
+
+    def beside[T](self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Do what is only recorded while the step goes on; the next `step` waits for it."""
+        future = self._thread.submit(work, *args)
+        self._open.append(future)
+        return future
 
     def samples(self, step: int, rows: Sequence[RolloutRow]) -> None:
         """Show samples as a table in TensorBoard."""
         if self._board is not None and rows:
-            cells = [(row.input, row.output, row.gts, row.score) for row in rows]
+            cells = [
+                (row.prompt.text, row.sample.text, row.prompt.ground_truth, row.score.value)
+                for row in rows
+            ]
             self._board.table(step, "val/samples", ("input", "output", "truth", "score"), cells)
 
     def finish(self, title: str) -> None:
-        """Close the console's part with a table."""
+        """Close the console's part with a table, when all samples are written."""
+        self.settle()
         if self._console is not None:
             self._console.finish(title)
 
@@ -80,5 +98,14 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._thread.shutdown()  # an ended run keeps the samples that it has
         if self._board is not None:
             self._board.close()
+        if error is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until all work beside the step is done; raises what went wrong."""
+        futures, self._open = self._open, []
+        for future in futures:
+            future.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,31 @@ from mrl.types import Prompt, Sample, Score
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One answer and its verdict; `input`, `output`, `gts`, `score` and `step` as in verl."""
+    """One answer and its verdict, with what was asked."""
 
-    input: str
-    output: str
-    gts: Any
-    score: float | None
     step: int
-    uid: str
-    data_source: str
-    status: str
-    detail: str
-    finish_reason: str
-    response_length: int  # tokens
-    policy_version: int
-    extra: dict[str, float]
+    prompt: Prompt
+    sample: Sample
+    score: Score
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a row of the file; `input`, `output`, `gts`, `score` and `step` as in verl."""
+        prompt, sample, score = self.prompt, self.sample, self.score
+        return {
+            "input": prompt.text,
+            "output": sample.text,
+            "gts": prompt.ground_truth,
+            "score": score.value,
+            "step": self.step,
+            "uid": sample.uid,
+            "data_source": prompt.data_source,
+            "status": score.status,
+            "detail": score.detail,
+            "finish_reason": sample.finish_reason,
+            "response_length": len(sample.response_ids),  # tokens
+            "policy_version": sample.policy_version,
+            "extra": dict(score.extra or {}),
+        }
 
 
 def rollout_rows(
@@ -45,21 +55,7 @@ def rollout_rows(
     if unknown:
         raise ValueError(f"samples of unknown prompts: uids {unknown[:5]}")
     return [
-        RolloutRow(
-            input=prompts[sample.uid].text,
-            output=sample.text,
-            gts=prompts[sample.uid].ground_truth,
-            score=score.value,
-            step=step,
-            uid=sample.uid,
-            data_source=prompts[sample.uid].data_source,
-            status=score.status,
-            detail=score.detail,
-            finish_reason=sample.finish_reason,
-            response_length=len(sample.response_ids),
-            policy_version=sample.policy_version,
-            extra=dict(score.extra or {}),
-        )
+        RolloutRow(step, prompts[sample.uid], sample, score)
         for sample, score in zip(samples, scores, strict=True)
     ]
 
@@ -70,9 +66,6 @@ def dump_rollouts(folder: Path, step: int, rows: Sequence[RolloutRow]) -> Path:
     A value that JSON does not know (a ground truth may be anything) is written as its repr.
     """
     path = folder / f"{step}.jsonl"
-    names = [field.name for field in fields(RolloutRow)]
-    # `asdict` would copy each value, however deep, only to have it written.
-    shown = ({name: getattr(row, name) for name in names} for row in rows)
-    lines = [json.dumps(row, ensure_ascii=False, default=repr) for row in shown]
+    lines = [json.dumps(row.to_json(), ensure_ascii=False, default=repr) for row in rows]
     write_atomically(path, "".join(line + "\n" for line in lines))
     return path

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from mrl.algorithms.reductions import Max, Metric, merge
-from mrl.batching.balance import sequence_cost
+from mrl.batching.balance import sequence_costs
 from mrl.batching.shares import Share, imbalance, shares
 from mrl.resharding.sync import SyncStats
 from mrl.types import (
@@ -120,6 +121,7 @@ class TrainGroup:
         self, batch: PolicyBatch | ValueBatch, method: str = "update"
     ) -> Mapping[str, Metric]:
         """Take one optimizer step on a mini-batch; its metrics are reduced over the ranks."""
+        _dealt_alike.cache_clear()
         parts = self._split(batch.sequences, self.batching)
         answers = self._scatter(
             method,
@@ -149,19 +151,18 @@ class TrainGroup:
 
     def _columns(self, method: str, sequences: Sequences, *columns: Ragged) -> Any:
         parts = self._split(sequences, self.log_prob_batching)
-        rows, cuts = _dealt(sequences, parts), [part.cuts for part in parts]
+        rows, cuts = _dealt_alike(sequences, tuple(parts)), [part.cuts for part in parts]
         more = [_dealt(column, parts) for column in columns]
         return _in_order(self._scatter(method, [*zip(rows, cuts, *more, strict=True)]), parts)
 
     def _costs(self, sequences: Sequences) -> list[float]:
-        lengths = sequences.tokens.lengths.tolist()
-        return [sequence_cost(length, self.hidden_size) for length in lengths]
+        return sequence_costs(sequences.tokens.lengths, self.hidden_size)
 
     def _split(self, sequences: Sequences, batching: Batching) -> list[Share]:
         """Share rows over the data-parallel parts and cut them into micro-batches."""
-        return shares(
-            sequences.tokens.lengths.tolist(),
-            self._costs(sequences),
+        return _shares(
+            tuple(sequences.tokens.lengths.tolist()),
+            tuple(self._costs(sequences)),
             batching,
             self.ranks.dp,
             self.ranks.pp if self.ranks.interleaved else 1,
@@ -182,6 +183,10 @@ class TrainGroup:
         return answers
 
 
+# Roles of equal layout score the same rows one after the other.
+_shares = lru_cache(maxsize=1)(shares)
+
+
 class _Rows(Protocol):
     """Rows that can be taken by index."""
 
@@ -193,6 +198,12 @@ def _dealt[R: _Rows](batch: R, parts: Sequence[Share]) -> list[R]:
     dealt = batch.select([i for part in parts for i in part.rows])
     edges = [0, *accumulate(len(part.rows) for part in parts)]
     return [dealt.select(range(start, stop)) for start, stop in pairwise(edges)]
+
+
+@lru_cache(maxsize=1)
+def _dealt_alike(sequences: Sequences, parts: tuple[Share, ...]) -> list[Sequences]:
+    """Deal what several roles score: to those of equal layout it is brought together once."""
+    return _dealt(sequences, parts)
 
 
 def _in_order(answers: Sequence[Any], parts: Sequence[Share]) -> Any:

@@ -31,7 +31,7 @@ class WorkerHost:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.device = _device(spec.device)
         self._deterministic = spec.deterministic
-        print(self._binding(), flush=True)
+        print(self.binding(), flush=True)
         self._join(spec, store)
         everyone = range(self.world_size)
         self._everyone, self._trainer, self._engine = worlds(
@@ -78,7 +78,7 @@ class WorkerHost:
             name = torch.cuda.get_device_name(self.device)
         return RankInfo(self.rank, socket.gethostname(), os.getpid(), str(self.device), name)
 
-    def _binding(self) -> str:
+    def binding(self) -> str:
         """Say which physical device this rank has, and what decided that."""
         device = str(self.device)
         if self.device.type == "cuda":

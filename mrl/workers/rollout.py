@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.resharding.layout import Layout, TensorInfo
 from mrl.types import Sample, SamplingParams
+from mrl.workers.answers import SampleGroups
 from mrl.workers.specs import RolloutSpec
 
 Request = tuple[str, tuple[int, ...]]  # uid, prompt token ids
@@ -122,7 +123,7 @@ class Rollout:
         if requests:
             with _seeded(sampling.seed + _REPLICA_SEED_STRIDE * self.replica):
                 groups = self.engine.generate(requests, sampling, self.version)
-        return groups if self.tp_rank == 0 else None
+        return SampleGroups(groups) if self.tp_rank == 0 else None
 
     def sleep(self) -> int:
         """Free the engine's memory for training, if the config asks for it.

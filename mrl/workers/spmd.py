@@ -35,17 +35,20 @@ from mrl.workers.wire import (
     Call,
     Goodbye,
     Hello,
+    Packed,
     connect,
     die_with_parent,
     pack,
     receive,
     send,
+    send_packed,
     serve,
 )
 
 _GRACE_S = 1.0  # after a first failure: time for the death that caused it to be seen
 _STOP_S = 10.0  # for ranks to leave on their own before they are killed
 _LOG_TAIL_LINES = 30
+_KEPT = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # a user's, which Ray's actors would not inherit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class SpmdPool:
         self._pending: dict[int, tuple[int, str, Future[Any]]] = {}  # by call number
         self._lock = threading.Lock()
         self._count = 0
-        self._packed: tuple[tuple[Any, ...], bytes] = ((), pack(()))  # the last arguments
+        self._packed: tuple[tuple[Any, ...], Packed] = ((), pack(()))  # the last arguments
         self._causes: list[_Cause] = []
         self._failed = threading.Event()
         self._closing = False
@@ -92,11 +95,14 @@ class SpmdPool:
             number = self._count
             self._pending[number] = (rank, f"{role}.{method}".lstrip("."), future)
             try:
-                send(self._connections[rank], Call(number, role, method))
-                self._connections[rank].send_bytes(self._packed[1])
+                self._deliver(rank, Call(number, role, method), self._packed[1])
             except OSError:
                 self._failed.set()  # its reader thread tells why
         return future
+
+    def _deliver(self, rank: int, call: Call, args: Packed) -> None:
+        send(self._connections[rank], call)
+        send_packed(self._connections[rank], args)
 
     def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Give all results in order, or raise the first cause as soon as one fails."""
@@ -282,6 +288,7 @@ def rank_environment(
         # vLLM and Megatron would compile small functions for seconds at every start.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     environment = {name: given.get(name, value) for name, value in defaults.items()}
+    environment |= {name: value for name, value in given.items() if name.startswith(_KEPT)}
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),

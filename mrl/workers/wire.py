@@ -1,7 +1,8 @@
 """Messages between the controller and a rank, and the rank's serving loop.
 
 Messages are plain pickles: torch's own pickler would pass tensors by shared memory, which ends at
-the host's edge.
+the host's edge. Large arrays follow their pickle as they lie in memory, and arrive where they will
+lie: neither end copies them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pickle
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -20,7 +22,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+import numpy as np
+
 AUTHKEY_BYTES = 32
+_LARGE_BYTES = 1 << 16  # from here on an array travels beside its pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,10 @@ class Call:
     role: str
     method: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by fields: at once, where a frozen dataclass with slots asks for each by name."""
+        return Call, (self.number, self.role, self.method)
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -49,25 +58,80 @@ class Reply:
     value: Any
     failure: str | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as `Call` does."""
+        return Reply, (self.number, self.value, self.failure)
+
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
     """The controller has no more calls."""
 
 
-def pack(message: Any) -> bytes:
-    """Pickle a message for `send_bytes`."""
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickled message and, beside it, its large arrays: views of the sender's memory."""
+
+    pickled: bytes
+    arrays: tuple[memoryview, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of all."""
+        return len(self.pickled) + sum(array.nbytes for array in self.arrays)
+
+    def unpack(self) -> Any:
+        """Make the message, on the memory of the arrays."""
+        return pickle.loads(self.pickled, buffers=self.arrays)
+
+
+def pack(message: Any) -> Packed:
+    """Pickle a message; its arrays must not change until it is sent."""
+    arrays: list[memoryview] = []
+
+    def stays_within(buffer: pickle.PickleBuffer) -> bool:
+        array = buffer.raw()
+        if array.nbytes >= _LARGE_BYTES:
+            arrays.append(array)
+        return array.nbytes < _LARGE_BYTES
+
+    pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=stays_within)
+    return Packed(pickled, tuple(arrays))
 
 
 def send(connection: Connection, message: Any) -> None:
     """Send one message."""
-    connection.send_bytes(pack(message))
+    send_packed(connection, pack(message))
+
+
+def send_packed(connection: Connection, packed: Packed) -> None:
+    """Send one message: how large its arrays are, its pickle, then the arrays."""
+    sizes = [array.nbytes for array in packed.arrays]
+    head = struct.pack(f"!I{len(sizes)}Q", len(sizes), *sizes)
+    connection.send_bytes(head + packed.pickled)
+    for array in packed.arrays:
+        while array:
+            array = array[os.write(connection.fileno(), array) :]
 
 
 def receive(connection: Connection) -> Any:
     """Receive one message; raises EOFError or OSError when the other side is gone."""
-    return pickle.loads(connection.recv_bytes())
+    frame = connection.recv_bytes()
+    (count,) = struct.unpack_from("!I", frame)
+    head = struct.Struct(f"!I{count}Q")
+    arrays = tuple(_read(connection, size) for size in head.unpack_from(frame)[1:])
+    return Packed(frame[head.size :], arrays).unpack()
+
+
+def _read(connection: Connection, size: int) -> memoryview:
+    array = memoryview(np.empty(size, np.uint8))
+    rest = array
+    while rest:
+        count = os.readv(connection.fileno(), [rest])
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return array
 
 
 def connect(address: tuple[str, int], authkey: bytes, rank: int) -> Connection:

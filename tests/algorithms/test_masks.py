@@ -3,8 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.algorithms.losses import loss_counts
-from mrl.algorithms.masks import full_mask, hit_limit, loss_mask, masked, response_mask
+from mrl.algorithms.losses import AGGREGATIONS, loss_counts, token_weights
+from mrl.algorithms.masks import (
+    full_mask,
+    hit_limit,
+    loss_mask,
+    masked,
+    masked_row_sums,
+    response_mask,
+    spread,
+    tokens_per_row,
+)
+from mrl.types import Ragged
 
 
 @pytest.mark.parametrize(
@@ -46,3 +56,22 @@ def test_masking_stops_values_and_gradients():
     values = torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)
     masked(values, torch.tensor([True, False, False])).exp().sum().backward()
     assert values.grad.tolist() == pytest.approx([2.71828, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("kept", [(True, True, True), (True, False, True), (False, False, False)])
+def test_masks_of_whole_rows_count_and_sum_as_their_values(kept):
+    lengths = torch.tensor([2, 3, 0])
+    short = loss_mask(full_mask(lengths), torch.tensor(kept))
+    long = Ragged(short.values, lengths)
+    numbers, column = torch.tensor([1.5, float("nan"), 3.0]), Ragged(torch.arange(5.0), lengths)
+    column.values[2:] = float("nan") if not kept[1] else 1.0
+    assert torch.equal(tokens_per_row(short), tokens_per_row(long))
+    assert torch.equal(masked_row_sums(column, short), masked_row_sums(column, long))
+    assert torch.equal(loss_mask(short, ~torch.tensor(kept)).values, torch.zeros(5).bool())
+    found, wanted = spread(numbers, short), spread(numbers, long)
+    assert found.values.dtype == wanted.values.dtype == torch.float32
+    assert torch.equal(found.values.nan_to_num(9.0), wanted.values.nan_to_num(9.0))
+    assert loss_counts(short) == loss_counts(long)
+    for mode in AGGREGATIONS:
+        weights = [token_weights(m, mode, *loss_counts(m)).values for m in (short, long)]
+        assert torch.equal(*weights)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+
 import pytest
+from rich.console import Console
 
 from mrl.cli import main
 from mrl.config import ConfigError, load_config
 from mrl.config.aliases import ALIASES, outcome
-from mrl.config.explain import OUTCOMES, Explained, explain, tell
+from mrl.config.explain import OUTCOMES, Explained, explain, load_told, print_explained, tell
 from mrl.config.outcomes import Ignored, Legacy, Refused
 from mrl.config.typed import schema_keys
 from tests.config import verl_docs
@@ -110,7 +114,7 @@ def test_a_command_line_of_verl_is_planned_and_its_ignored_keys_are_told(
     name: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *name, "actor_rollout_ref.rollout.mode=async", *ONE_RANK]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "1 ignored" in said and "rollout.mode=async: requests are batched" in said
 
 
@@ -133,3 +137,83 @@ def test_every_entry_is_reached_and_gives_a_reason() -> None:
 def test_a_refused_feature_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"give rollout\.|did you mean rollout\."):
         load_config(None, [*ONE_RANK, "actor_rollout_ref.rollout.log_prob_micro_batch_size=8"])
+
+
+VERLS = (
+    "actor_rollout_ref.rollout.mode=async",
+    "critic.model.path=null",
+    "data.filter_overlong_prompts=True",
+)
+SAID = "keys: 1 renamed, 1 translated, 1 ignored (rollout.mode)"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan"], ["plan", "--json"], ["train", "--dry-run"], ["reshard"], ["reshard", "--json"],
+        ["launch", "slurm"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_tells_the_keys_of_verl_beside_what_it_prints(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(verl_docs.FILE.parents[1])
+    recipe = "configs/grpo/qwen2.5_0.5b_2gpu.yaml"
+    main([*command, recipe, "trainer.device=cpu", *VERLS])
+    out, err = capsys.readouterr()
+    said = SAID.replace(" (rollout.mode)", "") if command[0] == "plan" else SAID
+    assert said in err and "keys: " not in out
+    if "--json" in command:
+        json.loads(out)
+
+
+def test_commands_that_train_tell_the_keys_before_they_refuse_the_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(verl_docs.FILE.parents[1])
+    recipe = "configs/grpo/qwen2.5_0.5b_2gpu.yaml"
+    for command in ("train", "sft", "check-layout"):
+        assert main([command, recipe, *VERLS]) == 2
+        assert SAID in capsys.readouterr().err, command
+
+
+def test_only_the_first_rank_of_a_launcher_tells_the_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    load_told(None, [*VERLS, *ONE_RANK])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_explanation_keeps_keys_whole_and_says_equal_reasons_once() -> None:
+    long = "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0"
+    rows = explain(None, [long, long.replace("offload_fraction=1.0", "cpu_offload=True"), *VERLS])
+    console = Console(file=io.StringIO(), width=60)
+    print_explained(rows, console)
+    said = console.file.getvalue()
+    assert long.removeprefix("actor_rollout_ref.") + "\n" in said
+    assert said.count("Adam steps on the GPU") == 1
+    assert "data.filter_overlong_prompts=true -> data.truncation=filter" in " ".join(said.split())
+    order = [said.index(f"\n{name}: ") for name in ("ignored", "translated", "renamed")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("given", "outcome", "words"),
+    [
+        ("actor.optim.optimizer_cpu_offload=True", "ignored", "megatron.optimizer_offload=true"),
+        ("actor.optim.optimizer_cpu_offload=False", "same", "off"),
+        ("rollout.layered_summon=True", "ignored", "no parameter is gathered"),
+        ("rollout.layered_summon=False", "same", "off"),
+        ("rollout.load_format=safetensors", "ignored", "reads no files"),
+        ("rollout.load_format=null", "same", "off"),
+        ("actor.strategy=megatron", "same", "always so here: the training engine"),
+        ("data.filter_overlong_prompts=False", "same", "sets nothing"),
+    ],
+)
+def test_a_hint_says_what_to_set_or_that_nothing_is_to_do(
+    given: str, outcome: str, words: str
+) -> None:
+    found = row(given)
+    assert found.outcome == outcome and words in found.reason

@@ -22,13 +22,13 @@ A run script of verl's Megatron engine needs one change: `verl.trainer.main_ppo`
 without a config file verl's defaults are below its arguments (last table). `model.path` is a
 folder here: download the model first.
 
-`mrl plan ARGUMENTS --explain` says of each key what it comes to; `mrl plan` and `mrl train` say in
-short what is not as it was given:
+`mrl plan ARGUMENTS --explain` says of each key what it comes to; every command that takes a config
+says in short, on stderr, what is not as it was given:
 
 - **same**: the same key (without `actor_rollout_ref.`), or a value that is how things are here
 - **renamed**: another name for the same thing
 - **translated**: means the settings shown
-- **ignored**: changes nothing here, for the reason shown
+- **ignored**: changes nothing here, for the reason shown; a key that is off (`null`) is *same*
 - **refused**: asks for what is not here; the run does not start, and the message says what to do
 
 An unknown key is refused with the nearest known one. `+` and `++` before a key, `True` and `null`,
@@ -62,7 +62,8 @@ def text() -> str:
 
 
 def _script_table() -> list[str]:
-    lines = [f"| script | {' | '.join(OUTCOMES)} | refused keys |", "|---|" + "--:|" * 5 + "---|"]
+    names = tuple(reversed(OUTCOMES))
+    lines = [f"| script | {' | '.join(names)} | refused keys |", "|---|" + "--:|" * 5 + "---|"]
     for address in scripts():
         rows = explained(address)
         counts = Counter(row.outcome for row in rows)
@@ -72,7 +73,7 @@ def _script_table() -> list[str]:
             for row in rows
             if row.outcome == "refused"
         )
-        numbers = " | ".join(str(counts[outcome]) for outcome in OUTCOMES)
+        numbers = " | ".join(str(counts[outcome]) for outcome in names)
         lines.append(f"| [{name}]({address}) | {numbers} | {refused or '-'} |")
     return lines
 

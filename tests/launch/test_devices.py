@@ -29,7 +29,8 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
     devices = [device_of_rank(rank, seen, "cuda") for rank in range(4)]
     assert devices == [f"cuda:{i} = GPU {gpu}" for i, gpu in enumerate((1, 2, 4, 5))]
     assert device_of_rank(0, seen, "cpu") == "cpu"
-    assert device_of_rank(4, seen, "cuda") == "cuda:4 = GPU none: too few are visible"
+    assert device_of_rank(4, seen, "cuda") == "cuda:4 = none"
+    assert device_of_rank(0, ["GPU-5a1f9e02-77aa"], "cuda") == "cuda:0 = GPU-5a1f9e02"
     assert not contradictions({CUDA: "1,2,4,5"}, 8, 4, ray=False)
 
 

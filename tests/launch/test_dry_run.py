@@ -32,6 +32,7 @@ def test_a_dry_run_says_what_each_rank_is(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
     words = ["train", "configs/grpo/quickstart.yaml", "--dry-run", "trainer.device=cpu"]
     size = ["trainer.n_gpus_per_node=4", "actor.megatron.tensor_model_parallel_size=2"]
     size.append("actor.ppo_micro_batch_size_per_gpu=64")
@@ -54,6 +55,7 @@ def test_a_dry_run_says_what_each_rank_is(
         "tp0",
     ] in rows
     assert ["OMP_NUM_THREADS", "3", "yours"] in rows
+    assert ["NCCL_IB_HCA", "mlx5_0", "yours"] in rows
     assert "spawns 4 ranks on this host" in printed
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from benchmarks.cases import REAL
 from mrl.config import build_plan, load_config
 from mrl.planning.hardware import Machine
-from mrl.planning.memory import Job
+from mrl.planning.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # A trainer alone was measured, by its own allocator: no engine, nothing outside torch, no losses.
-TRAINER_ALONE = ("engine_asleep=0", "context=0.5", "allocator=0")
+TRAINER_ALONE = ("engine_asleep=0", "context=0.5", "nccl=0", "allocator=0")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def measured() -> dict[str, tuple[str, int, int, int, tuple[str, ...], dict[str,
                 model = "Qwen2.5-1.5B" if case.startswith("1.5b") else "Qwen2.5-7B"
                 overrides = (*known.overrides, *known.variants[variant])
                 update = {"update_actor": figures}
-                same = part["logprob"][case].get(f"uniform/{budget}")
+                same = part["logprob"].get(case, {}).get(f"uniform/{budget}")
                 if same is not None and variant == "plain":
                     update["old_log_prob"] = same
                 found[f"{file}: {case} {setting}"] = (

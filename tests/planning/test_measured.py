@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import whole_run
 from benchmarks.cases import REAL
-from mrl.config import build_plan, load_config
-from mrl.planning.compute import generation, plan_time
+from mrl.config import load_config
+from mrl.planning.compute import plan_time
 from mrl.planning.hardware import GB, Machine
-from mrl.planning.memory import HEAD_CHUNK_BYTES, Job, plan_memory
+from mrl.planning.job import Job
+from mrl.planning.memory import HEAD_CHUNK_BYTES, plan_memory
+from mrl.planning.plan import plan_job
 from tests.planning.figures import ROOT, changed_model, measured, result, trainer_job
 
 MEASURED = measured()
 PHASES = {"update_actor": "update actor", "old_log_prob": "log-prob"}
 MEMORY, TIME = 0.10, 0.25
+RUNS = {**result("whole_run_h200"), **result("whole_run_2x_h200")}
 
 
 def peak(job: Job, phase: str) -> float:
@@ -63,17 +67,25 @@ def test_the_head_is_planned_as_measured(tokens: int, head: str, tmp_path: Path)
         assert peak(job, phase) == pytest.approx(real, rel=MEMORY), phase
 
 
-def test_generation_of_a_small_model_is_planned_as_measured() -> None:
-    figures = result("first_gpu_run")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_whole_run_is_planned_as_measured(name: str) -> None:
+    case, figures = whole_run.REAL[name], RUNS[name]
     config = load_config(
-        ROOT / "configs" / "grpo" / "qwen2.5_0.5b_1gpu.yaml",
-        [f"model.path={ROOT}/configs/models/Qwen2.5-0.5B"],
+        ROOT / "configs" / case.recipe,
+        [
+            *whole_run.settings(case, Path("none"), 3),
+            f"model.path={ROOT}/configs/models/{case.model}",
+        ],
     )
-    prompt = figures["config"]["prompt_tokens"] / config.data.max_prompt_length
-    machine = Machine.named("h200", None, [f"prompt={prompt}"])
-    job = Job.of(config, build_plan(config), machine)
-    seconds = sorted(figures["timings"]["timing_s/gen"])
-    assert generation(job).total == pytest.approx(seconds[len(seconds) // 2], rel=TIME)
+    plan = plan_job(config, Machine.named("h200")).to_json()
+    (group,) = plan["memory"]["groups"]
+    for phase, found in figures["memory_gb"].items():
+        if phase != "peak":
+            total = group["phases"][phase]["total"] / GB
+            assert total == pytest.approx(found["measured"], rel=MEMORY), phase
+    seconds = whole_run.beside(plan["seconds"], figures["timings"])
+    for phase, found in seconds.items():
+        assert found["planned"] == pytest.approx(found["measured"], rel=TIME), phase
 
 
 def test_the_head_chunk_is_the_workers() -> None:

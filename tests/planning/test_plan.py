@@ -81,7 +81,8 @@ def test_the_engine_takes_its_share_and_gives_it_back() -> None:
     found = phases(planned(SEVEN))
     engine = found["rollout"]["engine"] + found["rollout"]["kv cache"]
     budget = recipe(SEVEN).rollout.gpu_memory_utilization * 85.5
-    assert engine == pytest.approx(budget - 1.2, rel=0.01)  # the rest is the context
+    # of the budget the context takes a part; graphs are beside it
+    assert engine == pytest.approx(budget - 1.2 + 2.0, rel=0.01)
     assert "kv cache" not in found["update actor"]
     awake = phases(planned(SEVEN, {"rollout.free_cache_engine": False}))
     assert awake["update actor"]["kv cache"] == pytest.approx(found["rollout"]["kv cache"])
@@ -212,7 +213,13 @@ def test_a_slower_network_slows_what_crosses_nodes_alone() -> None:
     fast, slow = (
         plan_job(config, Machine.named("h100", link), False).time for link in ("ndr", "roce-100")
     )
-    assert slow.of("reshard") > 3 * fast.of("reshard")
+    links = [
+        phase.seconds["links"]
+        for time in (fast, slow)
+        for phase in time.phases
+        if phase.name == "reshard"
+    ]
+    assert links[1] > 3 * links[0]
     assert slow.of("old_log_prob") < 1.2 * fast.of("old_log_prob")
 
 

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from mrl.algorithms.masks import full_mask
 from mrl.tracking.metrics import ScoredBatch, seqlen_metrics, summarise_batch
-from mrl.types import Ragged, Score
+from mrl.types import AtEnd, Ragged, Repeated, Score
 
 
 def ragged(*rows: list) -> Ragged:
@@ -106,3 +107,41 @@ def test_token_balance_is_shown_before_and_after():
         "global_seqlen/balanced_max": 10,
         "global_seqlen/mean": 10,
     }
+
+
+@pytest.mark.parametrize("scored", [(True, True, True, True), (True, False, True, True)])
+def test_columns_of_a_number_a_row_are_summarised_as_their_values(scored):
+    lengths = torch.tensor([3, 0, 70_000, 2])
+    noise = torch.Generator().manual_seed(0)
+    columns = [Ragged(-torch.rand(int(lengths.sum()), generator=noise), lengths) for _ in range(2)]
+    rows = torch.tensor([0.5, 7.0, -1.25, 2.0])
+    short = dataclasses.replace(
+        BATCH,
+        uids=("a", "a", "b", "b"),
+        scores=tuple(Score(float(i) if ok else None, "ok") for i, ok in enumerate(scored)),
+        prompt_lengths=(1, 2, 3, 4),
+        truncated=(False,) * 4,
+        mask=full_mask(lengths),
+        rollout_log_probs=columns[0],
+        old_log_probs=columns[1],
+        token_rewards=AtEnd(rows, lengths),
+        advantages=Repeated(rows, lengths),
+        returns=Repeated(rows, lengths),
+    )
+    names = ("mask", "token_rewards", "advantages", "returns")
+    long = dataclasses.replace(
+        short, **{name: Ragged(getattr(short, name).values, lengths) for name in names}
+    )
+    found, wanted = summarise_batch(short), summarise_batch(long)
+    assert found.keys() == wanted.keys()
+    assert found == pytest.approx(wanted, rel=1e-12)
+    gaps = (columns[0].values.double() - columns[1].values.double()).abs()
+    assert found["training/rollout_log_probs_diff_mean"] == pytest.approx(
+        float(gaps.mean()), rel=1e-6
+    )
+    assert found["training/rollout_log_probs_diff_max"] == pytest.approx(
+        float(gaps.max()), rel=1e-6
+    )
+    gaps = (columns[0].values.double().exp() - columns[1].values.double().exp()).abs()
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float(gaps.mean()), rel=1e-6)
+    assert found["training/rollout_probs_diff_max"] == pytest.approx(float(gaps.max()), abs=1e-7)
