@@ -87,7 +87,11 @@ class Batch:
     mini_batches: int
 
 
-REAL = Batch(prompts=1024, samples=16, prompt_tokens=128, longest=8064, mini_batches=4)
+BATCHES = {
+    "1024x8": Batch(prompts=1024, samples=8, prompt_tokens=512, longest=4096, mini_batches=4),
+    "512x16": Batch(prompts=512, samples=16, prompt_tokens=128, longest=8064, mini_batches=4),
+    "1024x16": Batch(prompts=1024, samples=16, prompt_tokens=128, longest=8064, mini_batches=4),
+}
 SMOKE = Batch(prompts=32, samples=4, prompt_tokens=8, longest=64, mini_batches=2)
 
 
@@ -181,6 +185,7 @@ class SleepingPool(SpmdPool):
         ]
         self._responses = _responses(batch)
         self._queue: list[tuple[int, int]] = []  # calls and their ranks
+        self._sent: tuple[Packed | None, int] = (None, 0)  # the last arguments and their bytes
 
     def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Receive what the ranks answer."""
@@ -205,7 +210,9 @@ class SleepingPool(SpmdPool):
         wire = self._wires[rank]
         self._queue.append((call.number, rank))
         wire.messages += [call, args] if wire.answers else [call]
-        wire.sent += pack(call).num_bytes + args.num_bytes
+        if args is not self._sent[0]:  # counted once: a socket would not ask
+            self._sent = (args, args.num_bytes)
+        wire.sent += pack(call).num_bytes + self._sent[1]
 
     def _reply(self, rank: int, number: int) -> Packed:
         messages = self._wires[rank].messages
@@ -347,18 +354,29 @@ def _peak_gb() -> float:
 
 
 def run(args: Sequence[str]) -> dict[str, Any]:
-    """Measure each number of ranks, in a process of its own unless it is a smoke run."""
+    """Measure each batch at each number of ranks, in a process of its own but in a smoke run."""
     options = _parse(args)
-    batch = SMOKE if options.smoke else REAL
+    if options.smoke:
+        return _grow(SMOKE, options, measure)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
+
+        def apart(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
+            return process.submit(measure, ranks, batch, steps).result()
+
+        return {name: _grow(BATCHES[name], options, apart) for name in options.batches}
+
+
+def _grow(
+    batch: Batch,
+    options: argparse.Namespace,
+    measured: Callable[[int, Batch, int], dict[str, Any]],
+) -> dict[str, Any]:
     found = {}
+    print(f"{batch.prompts} prompts x {batch.samples} of up to {batch.longest} tokens")
     for ranks in sorted(options.ranks):
-        if options.smoke:
-            found[ranks] = measure(ranks, batch, options.steps)
-        else:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                found[ranks] = process.submit(measure, ranks, batch, options.steps).result()
+        found[ranks] = measured(ranks, batch, options.steps)
         shown = ", ".join(f"{k} {v:.3f}" for k, v in found[ranks]["step_s"].items())
-        print(f"{ranks} ranks, seconds a step: {shown}", flush=True)
+        print(f"  {ranks} ranks, seconds a step: {shown}", flush=True)
     few, many = (found[ranks]["step_s"] for ranks in (min(found), max(found)))
     return {
         "batch": asdict(batch),
@@ -373,6 +391,7 @@ def run(args: Sequence[str]) -> dict[str, Any]:
 def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.controller")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="of 8 each")
+    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--steps", type=int, default=3, help="the quickest one is told by phase")
     parser.add_argument("--name", default=NAME, help="of the JSON file")
     parser.add_argument("--folder", type=Path, default=record.RESULTS, help="of the JSON file")

@@ -63,8 +63,8 @@ class Ragged:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values as plain bytes: those of a view alone, not of all its storage."""
-        values = self.values.detach().cpu().contiguous()
-        raw = values.view(-1).view(torch.uint8).numpy()
+        values = self.values
+        raw = np.ascontiguousarray(_as_numpy(values.cpu())).reshape(-1).view(np.uint8)
         return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), self.lengths.numpy())
 
     def __len__(self) -> int:
@@ -96,6 +96,10 @@ class Ragged:
             return Ragged(self.values[start : start + int(lengths.sum())], lengths)
         rows = self._pieces()
         return Joined([rows[i] for i in indices], self.lengths[torch.as_tensor(indices)], self)
+
+    def contiguous(self) -> Ragged:
+        """Give the column with its values end to end, of which consecutive rows are a view."""
+        return self
 
     def to(self, device: torch.device) -> Ragged:
         """Bring the values to a device; the lengths stay on the CPU."""
@@ -169,6 +173,10 @@ class Joined(Ragged):
             object.__setattr__(self, "_joined", self._between(0, len(self), 0, 0))
         assert self._joined is not None
         return self._joined
+
+    def contiguous(self) -> Ragged:
+        """Bring the values together, for all rows at once: large arrays get large pages."""
+        return Ragged(self.values, self.lengths)
 
     def select(self, indices: Sequence[int]) -> Joined:
         """Take rows by index, in that order; no value is copied."""

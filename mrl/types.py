@@ -147,6 +147,14 @@ class Sequences:
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return Sequences(self.tokens.select(indices), self.response_lengths[rows])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the lengths as numpy's: torch takes 50 times as long over a small tensor."""
+        return _unpickle_sequences, (self.tokens, self.response_lengths.numpy())
+
+
+def _unpickle_sequences(tokens: Ragged, lengths: npt.NDArray[np.int64]) -> Sequences:
+    return Sequences(tokens, torch.from_numpy(lengths.copy()))  # Ray's memory is read-only
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyBatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -195,9 +195,18 @@ class _Rows(Protocol):
 
 def _dealt[R: _Rows](batch: R, parts: Sequence[Share]) -> list[R]:
     """Give each part its rows: brought into the parts' order once, of which each is a view."""
-    dealt = batch.select([i for part in parts for i in part.rows])
+    dealt = _together(batch.select([i for part in parts for i in part.rows]))
     edges = [0, *accumulate(len(part.rows) for part in parts)]
     return [dealt.select(range(start, stop)) for start, stop in pairwise(edges)]
+
+
+def _together[R](batch: R) -> R:
+    """Bring the values of each column together, so that a part's rows are views of them."""
+    if isinstance(batch, Ragged):
+        return batch.contiguous()  # type: ignore[return-value]
+    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}  # type: ignore[arg-type]
+    moved = {n: _together(c) for n, c in columns.items() if isinstance(c, Ragged | Sequences)}
+    return replace(batch, **moved)  # type: ignore[type-var]
 
 
 @lru_cache(maxsize=1)
