@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 import mrl.batching.experience
+import mrl.credit
+import mrl.generation
 import mrl.trainer
 import mrl.workers.group
 from benchmarks import record
@@ -46,8 +48,8 @@ from mrl.types import Prompt, Ragged, Sample, Score
 from mrl.workers.answers import SampleGroups
 from mrl.workers.group import MegatronRanks, TrainGroup
 from mrl.workers.job import job_spec, roles_on
+from mrl.workers.pool import SpmdPool
 from mrl.workers.specs import JobSpec, RankInfo
-from mrl.workers.spmd import SpmdPool
 from mrl.workers.wire import Call, Packed, Reply, pack
 
 NAME = "controller"
@@ -58,7 +60,7 @@ _CHARACTERS_A_TOKEN = 4
 
 # The functions of the controller whose time is told apart; the innermost one counts.
 PHASES: tuple[tuple[Any, str, str], ...] = (
-    (mrl.trainer, "collect", "collect"),
+    (mrl.generation, "collect", "collect"),
     (mrl.trainer, "rollout_rows", "rollout_dump"),
     (Recorder, "rollouts", "rollout_dump"),
     (TrainGroup, "_split", "split"),
@@ -67,8 +69,8 @@ PHASES: tuple[tuple[Any, str, str], ...] = (
     (mrl.workers.group, "_dealt", "scatter"),
     (TrainGroup, "_scatter", "scatter"),
     (mrl.workers.group, "_in_order", "reorder"),
-    (mrl.trainer._Run, "_advantages", "advantages"),
-    (mrl.trainer, "loss_mask", "weights"),
+    (mrl.credit.Credit, "__call__", "advantages"),
+    (mrl.credit, "loss_mask", "weights"),
     (mrl.batching.experience, "token_weights", "weights"),
     (mrl.trainer._Run, "_update_actor", "mini_batches"),
     (Rates, "__call__", "metrics"),

@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, WorkerError):
             raise
         # Process edge: the text names the rank, the call and the remote traceback.
-        print(f"mrl {arguments.command}: {error}", file=sys.stderr)
+        if error.evidence:
+            print(error.evidence, file=sys.stderr)
+        print(f"mrl {arguments.command}: {error.cause}", file=sys.stderr)
         return 1
     return status or 0
 

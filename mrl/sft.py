@@ -10,7 +10,10 @@ import numpy as np
 
 from mrl.algorithms.reductions import reduced
 from mrl.batching.experience import supervised_batch
+from mrl.checkpoint.changes import check_changes
 from mrl.checkpoint.folder import CheckpointFolder, Found
+from mrl.checkpoint.lock import folder_lock
+from mrl.checkpoint.saver import Saver
 from mrl.checkpoint.state import TrainerState, is_due
 from mrl.config import (
     Config,
@@ -23,6 +26,7 @@ from mrl.config import (
 )
 from mrl.data import SFTDataset
 from mrl.interrupts import stop_requests
+from mrl.restarts import resume_point, with_restarts
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics
 from mrl.workers.group import RankPool
@@ -56,18 +60,24 @@ class SFTTrainer:
         """Train up to the configured number of steps, resuming as trainer.resume_mode says."""
         if serve_as_rank(self.config):
             return
-        trainer = self.config.trainer
-        latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
+        with folder_lock(self.checkpoints.root), stop_requests() as stop:
+            with_restarts(
+                lambda tries: self._fit(tries, stop), self.config.trainer.max_restarts, stop
+            )
+
+    def _fit(self, tries: int, stop: Event) -> None:
+        latest = resume_point(self.checkpoints, self.config.trainer, tries)
         for skipped in latest.skipped:
             print(f"not resuming from {skipped.path}: {skipped.reason}")
         found = latest.found
+        if found is not None:
+            check_changes(found.path, self.config)
         self.checkpoints.set_aside(found.step if found else -1)
         if found is not None and found.step >= self.total_steps:
             print(f"nothing to train: {found.path} is step {found.step} of {self.total_steps}")
             return
         spec = supervised_job_spec(self.config, self.plan, self.total_steps)
-        with stop_requests() as stop:
-            run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, found, stop))
+        run_job(self.config, self.plan, spec, lambda pool: self._run(pool, spec, found, stop))
 
     def _run(self, pool: RankPool, spec: JobSpec, found: Found | None, stop: Event) -> None:
         roles = roles_on(pool, self.config, self.plan, spec)
@@ -76,6 +86,7 @@ class SFTTrainer:
         if found is not None:
             print(f"resuming from {found.path}")
             actor.load(found.path / "actor")
+        saver = Saver(self.checkpoints, {"actor": actor}, self.config)
         with Recorder(self.config, self.plan, self.total_steps, first) as recorder:
             recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", roles.ranks)
             for step in range(first + 1, self.total_steps + 1):
@@ -85,23 +96,20 @@ class SFTTrainer:
                     metrics = reduced(actor.update(batch, "supervise"))
                 with timer("save_checkpoint"):
                     asked = stop.is_set()
+                    saver.poll()
                     if asked or is_due(step, trainer.save_freq, self.total_steps):
-                        self._save(actor, step)
+                        saver.save(TrainerState(step, 0, trainer.seed, {}, 0.0))
                 timings = timer.metrics()
                 tokens = int(batch.sequences.tokens.lengths.sum())
                 responses = int(batch.sequences.response_lengths.sum())
                 rates = throughput_metrics(timings, tokens, responses, self.plan.world_size)
                 recorder.step(step, {**metrics, **timings, **rates})
                 if asked and step < self.total_steps:
+                    saver.finish()
                     recorder.finish(f"stopped as asked after step {step}, {recorder.folder}")
                     return
+            saver.finish()
             recorder.finish(f"{self.total_steps} steps, {recorder.folder}")
-
-    def _save(self, actor: Any, step: int) -> None:
-        folder = self.checkpoints.begin(step)
-        actor.save(folder / "actor")
-        TrainerState(step, 0, self.config.trainer.seed, {}, 0.0).save(folder)
-        self.checkpoints.commit(step)
 
     def _rows(self, step: int) -> list[int]:
         """Give the rows of a step: a permutation an epoch, the short last batch left out."""

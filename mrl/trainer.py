@@ -4,25 +4,27 @@
             -> update critic -> update actor -> reshard -> log -> validate -> save
 
 What was left out of PPO as published: no early stop on KL, no reward scaling, no shared trunk of
-actor and critic. GRPO and RLOO are the same step without a critic.
+actor and critic. Without a critic the same step is GRPO, RLOO, REINFORCE++, ReMax or OPO.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from threading import Event
 from typing import Any
 
-from mrl.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
-from mrl.algorithms.kl import kl_column, kl_controller, mean_kl
-from mrl.algorithms.masks import loss_mask
+from mrl.algorithms.kl import kl_controller
+from mrl.algorithms.mismatch import sound_alarm
 from mrl.algorithms.reductions import Mean, Metric, reduced
-from mrl.algorithms.token_rewards import score_tensors, token_rewards
-from mrl.batching.experience import Experience, Splits, collect, policy_batches, value_batches
+from mrl.batching.experience import Experience, Splits, policy_batches, value_batches
+from mrl.checkpoint.changes import check_changes
 from mrl.checkpoint.folder import CheckpointFolder, Found
-from mrl.checkpoint.state import TrainerState, is_due
+from mrl.checkpoint.lock import folder_lock
+from mrl.checkpoint.saver import Saver
+from mrl.checkpoint.state import TrainerState, best_value, is_due
 from mrl.config import (
     Config,
     ConfigError,
@@ -31,8 +33,12 @@ from mrl.config import (
     check_trainable,
     training_steps,
 )
+from mrl.config.components import reward_components, scores_any_source
+from mrl.credit import Credit
 from mrl.data import PromptStream, RLHFDataset, StreamState
+from mrl.generation import Generator
 from mrl.interrupts import stop_requests
+from mrl.restarts import resume_point, with_restarts
 from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
@@ -40,15 +46,15 @@ from mrl.tracking.rates import Rates, memory_metrics, sync_metrics
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.rollouts import rollout_rows
 from mrl.tracking.timers import Timers
-from mrl.types import Prompt, Ragged, Sample, SamplingParams, Score
-from mrl.validation import Validator, score_item
+from mrl.types import Ragged
+from mrl.validation import Validator
 from mrl.workers.group import RankPool, WorkerError
 from mrl.workers.job import Roles, job_spec, roles_on, run_job, serve_as_rank
 from mrl.workers.specs import JobSpec
 
 
 class RayPPOTrainer:
-    """PPO, GRPO and RLOO over worker groups; the launcher is the config's choice."""
+    """PPO, GRPO and their kin over worker groups; the launcher is the config's choice."""
 
     def __init__(
         self,
@@ -71,12 +77,16 @@ class RayPPOTrainer:
         if val_dataset is None and data.val_files:
             val_dataset = RLHFDataset(data.val_files, tokenizer, data)
         self.val_dataset = val_dataset
+        components = reward_components(config.reward.components)
         custom = config.reward.custom_reward_function
-        if custom.path is not None:
-            load_custom(custom.path, custom.name)
+        files = [(custom.path, custom.name), *((c.path, c.name) for c in components.values())]
+        for path, name in files:
+            if path is not None:
+                load_custom(path, name)
         for dataset in filter(None, (self.dataset, val_dataset)):
-            dataset.check_rewards(known_sources(), has_custom=custom.path is not None)
-        self.stream = PromptStream(self.dataset, data.train_batch_size, data.shuffle, data.seed)
+            dataset.check_rewards(known_sources(), has_custom=scores_any_source(config))
+        size = data.gen_batch_size or data.train_batch_size
+        self.stream = PromptStream(self.dataset, size, data.shuffle, data.seed)
         self.total_steps = training_steps(config, len(self.dataset))
         self.checkpoints = CheckpointFolder(
             config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep
@@ -86,21 +96,28 @@ class RayPPOTrainer:
         """Train up to the configured number of steps, or `max_steps` if that is fewer.
 
         SIGUSR1 or SIGTERM ends it early: after the step in hand, with a checkpoint to resume from.
-        Raises WorkerError with the first cause when a rank fails.
+        Raises WorkerError with the first cause when a rank fails, at once or, with
+        trainer.max_restarts, again and again.
         """
         if serve_as_rank(self.config):
             return
         last_step = self.total_steps if max_steps is None else min(self.total_steps, max_steps)
-        found = self._resume_point()
         # The schedule spans the configured run, so a run cut short equals the start of a long one.
         spec = job_spec(self.config, self.plan, self.total_steps)
-        with stop_requests() as stop:
-            run_job(
-                self.config,
-                self.plan,
-                spec,
-                lambda pool: self._run(pool, spec, last_step, found, stop),
-            )
+        beginning = self.stream.state()
+        with folder_lock(self.checkpoints.root), stop_requests() as stop:
+
+            def run(tries: int) -> None:
+                self.stream.restore(beginning)
+                found = self._resume_point(tries)
+                run_job(
+                    self.config,
+                    self.plan,
+                    spec,
+                    lambda pool: self._run(pool, spec, last_step, found, stop),
+                )
+
+            with_restarts(run, self.config.trainer.max_restarts, stop)
 
     def _run(
         self, pool: RankPool, spec: JobSpec, last_step: int, found: Found | None, stop: Event
@@ -110,27 +127,31 @@ class RayPPOTrainer:
         reward = self.config.reward
         with (
             RewardRunner(
-                reward.custom_reward_function, reward.num_workers, reward.timeout_s
+                reward.custom_reward_function,
+                reward.num_workers,
+                reward.timeout_s,
+                reward_components(reward.components),
             ) as scorer,
             Recorder(self.config, self.plan, last_step, state.global_step) as recorder,
         ):
             _Run(self, roles, scorer, recorder, state, last_step, stop).loop()
 
-    def _resume_point(self) -> Found | None:
+    def _resume_point(self, tries: int) -> Found | None:
         """Choose the checkpoint to continue from and set later ones aside; starts nothing.
 
         Raises ValueError for a checkpoint that is damaged or not of this kind of training.
         """
-        trainer = self.config.trainer
-        latest = self.checkpoints.resume_point(trainer.resume_mode, trainer.resume_from_path)
+        latest = resume_point(self.checkpoints, self.config.trainer, tries)
         for skipped in latest.skipped:
             print(f"not resuming from {skipped.path}: {skipped.reason}")
         found = latest.found
-        if found is not None and not TrainerState.load(found.path).stream:
-            raise ValueError(
-                f"{found.path} is of supervised training: train into another "
-                f"trainer.default_local_dir, with model.path={found.path}/actor/huggingface"
-            )
+        if found is not None:
+            if not TrainerState.load(found.path).stream:
+                raise ValueError(
+                    f"{found.path} is of supervised training: train into another "
+                    f"trainer.default_local_dir, with model.path={found.path}/actor/huggingface"
+                )
+            check_changes(found.path, self.config)
         self.checkpoints.set_aside(found.step if found else -1)
         return found
 
@@ -144,8 +165,10 @@ class RayPPOTrainer:
         state = TrainerState.load(found.path)
         self.stream.restore(StreamState(**state.stream))
         roles.actor.load(found.path / "actor")
-        if roles.critic is not None:
+        if roles.critic is not None and (found.path / "critic").is_dir():
             roles.critic.load(found.path / "critic")
+        elif roles.critic is not None:
+            print(f"{found.path} holds no critic: it starts anew")
         return state
 
 
@@ -165,10 +188,16 @@ class _Run:
         self.config, self.plan, self.roles = trainer.config, trainer.plan, roles
         self.stop = stop
         self.stream, self.checkpoints = trainer.stream, trainer.checkpoints
-        self.scorer, self.recorder = scorer, recorder
+        saved = {"actor": roles.actor, "critic": roles.critic}
+        self.saver = Saver(
+            self.checkpoints, {name: role for name, role in saved.items() if role}, self.config
+        )
+        self.recorder = recorder
+        self.generator = Generator(self.config, trainer.stream, roles.rollout, scorer)
         self.state, self.last_step = state, last_step
-        self.kl = kl_controller(self.config.algorithm.kl_ctrl).with_coef(state.kl_coef)
+        self.credit = Credit(self.config, state.kl_coef)
         self.rates = Rates(self.config, self.plan, roles.ranks)
+        self.timer = Timers()  # of the step in hand
         self.validator = Validator(
             self.config, self.plan, trainer.val_dataset, roles.rollout, scorer, recorder
         )
@@ -180,9 +209,13 @@ class _Run:
         self.recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", self.roles.ranks)
         if first >= self.last_step:
             print(f"nothing to train: step {first} of {self.last_step} is done already")
-        self.roles.rollout.sync(first)
-        if trainer.val_only or (trainer.val_before_train and first == 0):
-            metrics = self.validator(first)
+        validates = trainer.val_only or (trainer.val_before_train and first == 0)
+        try:
+            self.roles.rollout.sync(first)
+            metrics = self.validator(first) if validates else {}
+        except WorkerError as error:
+            raise error.within(f"before step {first + 1}, ") from None
+        if validates:
             if trainer.val_only:
                 self.recorder.show(first, metrics)
                 return
@@ -192,115 +225,81 @@ class _Run:
             try:
                 self.step(step)
             except WorkerError as error:
-                raise WorkerError(f"in step {step}, {error}") from None
+                where = f"in step {step} ({self.timer.failed_phase}), "
+                raise error.within(where) from None
             if self.stop.is_set() and step < self.last_step:
+                self.saver.finish()
                 if not self.checkpoints.has(step):  # it may have been due
-                    self._write_checkpoint(step)
+                    self._write_checkpoint()
+                    self.saver.finish()
                 self.recorder.finish(f"stopped as asked after step {step}, {self.recorder.folder}")
                 return
+        self.saver.finish()
         self.recorder.finish(f"{self.last_step} steps, {self.recorder.folder}")
 
     def step(self, step: int) -> None:
         """Take one step: the whole of it, in order."""
         timer, roles = Timers(), self.roles
-        prompts = self.stream.next_batch()
-        with timer("gen"):
-            groups = roles.rollout.generate(prompts, self._sampling(step))
-            memory = roles.rollout.sleep()
-        batch = collect(groups)
-        with timer("reward"):
-            scores = self._score(prompts, batch.samples)
+        self.timer = timer
+        drawn = self.generator(step, timer)
+        batch, scores = drawn.batch, drawn.scores
         self.recorder.rollouts(
-            "rollouts", step, rollout_rows(step, {p.uid: p for p in prompts}, batch.samples, scores)
+            "rollouts", step, rollout_rows(step, drawn.prompts, batch.samples, scores)
         )
+        measured: dict[str, Future[float]] = {}
+        old_log_probs, rules = batch.rollout_log_probs, self.config.algorithm.rollout_correction
         with timer("old_log_prob"):
-            old_log_probs, entropies, *recorded = roles.actor.log_probs(
-                batch.sequences, batch.routing
-            )
-            batch = replace(batch, routing=recorded[0] if recorded else batch.routing)
+            if not rules.bypass_mode:
+                old_log_probs, entropies, *recorded = roles.actor.log_probs(
+                    batch.sequences, batch.routing
+                )
+                batch = replace(batch, routing=recorded[0] if recorded else batch.routing)
+                measured["actor/entropy"] = self.recorder.beside(entropies.mean)
         with timer("ref"):
             ref_log_probs = roles.ref.log_probs(batch.sequences) if roles.ref else None
         with timer("values"):
             values = roles.critic.values(batch.sequences) if roles.critic else None
-        kl_coef = self.kl.coef
         with timer("adv"):
-            rewards, found = self._advantages(batch, scores, old_log_probs, ref_log_probs, values)
-            live = loss_mask(batch.mask, score_tensors(scores)[1])
+            found = self.credit(step, drawn, old_log_probs, ref_log_probs, values)
         scored = ScoredBatch.of(
-            batch, self.config.data.max_prompt_length, scores, old_log_probs, rewards,
-            found.advantages, found.returns, values,
+            batch, self.config.data.max_prompt_length, scores,
+            None if rules.bypass_mode else old_log_probs,
+            found.rewards, found.advantages, found.returns, values,
         )  # fmt: skip
-        summary = self.recorder.beside(summarise_batch, scored)
-        entropy = self.recorder.beside(entropies.mean)
         updates: dict[str, float] = {}
+        summary = self.recorder.beside(summarise_batch, scored)
         with timer("update_critic"):
             if values is not None:
-                updates |= self._update_critic(batch, live, values, found.returns)
+                updates |= self._update_critic(batch, found.live, values, found.returns)
         with timer("update_actor"):
             if step > self.config.trainer.critic_warmup:
                 updates |= self._update_actor(
-                    step, batch, live, old_log_probs, found.advantages, ref_log_probs
+                    step, batch, found.live, old_log_probs, found.weighed, ref_log_probs
                 )
         with timer("reshard"):
             traffic = roles.rollout.sync(step)
         self.state = replace(
             self.state, global_step=step, policy_version=step,
-            stream=asdict(self.stream.state()), kl_coef=self.kl.coef,
+            stream=asdict(self.stream.state()), kl_coef=self.credit.kl.coef,
         )  # fmt: skip
         with timer("testing"):
             validation = self._validate(step)
         with timer("save_checkpoint"):
             self._save(step)
+        sound_alarm(step, summary.result(), rules)
         self.recorder.step(step, {
             **summary.result(),
-            "actor/entropy": entropy.result(),
-            "actor/reward_kl_penalty_coeff": kl_coef,
+            **{name: future.result() for name, future in measured.items()},
+            **drawn.metrics,
+            **found.metrics,
             **updates,
             **sync_metrics(traffic),
-            **memory_metrics(memory),
+            **memory_metrics(drawn.memory),
             "training/global_step": step,
             "training/epoch": self.stream.epoch,
             **self.rates(timer.metrics(), batch, "actor/grad_norm" in updates),
             **validation,
         })  # fmt: skip
-
-    def _sampling(self, step: int) -> SamplingParams:
-        rollout, data = self.config.rollout, self.config.data
-        return SamplingParams(
-            rollout.n,
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            data.max_response_length,
-            # a seed of its own for each step, so that a resumed run draws what it would have
-            rollout.seed + step,
-            tuple(rollout.stop),
-        )
-
-    def _score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[Score, ...]:
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        return self.scorer.score([score_item(by_uid[sample.uid], sample) for sample in samples])
-
-    def _advantages(
-        self,
-        batch: Experience,
-        scores: Sequence[Score],
-        old_log_probs: Ragged,
-        ref_log_probs: Ragged | None,
-        values: Ragged | None,
-    ) -> tuple[Ragged, AdvantageOutputs]:
-        """Turn scores into token rewards, and those into advantages and returns."""
-        algorithm = self.config.algorithm
-        values_of, scored = score_tensors(scores)
-        kl = None
-        if algorithm.use_kl_in_reward:
-            assert ref_log_probs is not None
-            kl = kl_column(old_log_probs, ref_log_probs, batch.mask, algorithm.kl_penalty)
-        rewards = token_rewards(values_of, scored, batch.mask, kl, self.kl.coef)
-        if kl is not None:
-            self.kl = self.kl.update(mean_kl(kl, batch.mask), len(batch.samples))
-        inputs = AdvantageInputs(batch.uids, values_of, scored, batch.mask, rewards, values)
-        return rewards, compute_advantages(algorithm.adv_estimator, inputs, algorithm)
 
     def _update_actor(
         self,
@@ -312,12 +311,13 @@ class _Run:
         ref_log_probs: Ragged | None,
     ) -> dict[str, float]:
         actor = self.config.actor
+        splits = self._splits("actor", actor.ppo_epochs, actor.shuffle, step)
         batches = policy_batches(
-            batch, self._splits("actor", actor.ppo_epochs, actor.shuffle, step), live,
-            actor.loss_agg_mode, old_log_probs, advantages,
-            ref_log_probs if actor.use_kl_loss else None,
+            batch, splits, live, actor.loss_agg_mode, old_log_probs, advantages,
+            ref_log_probs if actor.use_kl_loss else None, self.plan.loss_scale_factors["actor"],
         )  # fmt: skip
-        return _mean_over_updates([self.roles.actor.update(part) for part in batches])
+        updates = [self.roles.actor.update(part) for part in batches]
+        return _over_updates("actor", updates, splits.count(len(batch.samples)))
 
     def _update_critic(
         self, batch: Experience, live: Ragged, values: Ragged, returns: Ragged
@@ -325,11 +325,13 @@ class _Run:
         critic = self.roles.critic
         assert critic is not None
         epochs = self.config.critic.ppo_epochs or self.config.actor.ppo_epochs
+        splits = self._splits("critic", epochs, False, 0)
         batches = value_batches(
-            batch, self._splits("critic", epochs, False, 0), live,
-            self.config.critic.loss_agg_mode, values, returns,
+            batch, splits, live, self.config.critic.loss_agg_mode, values, returns,
+            self.plan.loss_scale_factors["critic"],
         )  # fmt: skip
-        return _mean_over_updates([critic.update(part) for part in batches])
+        updates = [critic.update(part) for part in batches]
+        return _over_updates("critic", updates, splits.count(len(batch.samples)))
 
     def _splits(self, role: str, epochs: int, shuffle: bool, step: int) -> Splits:
         plan = self.plan.roles[role]
@@ -341,21 +343,20 @@ class _Run:
             return {}
         metrics = self.validator(step)
         if metrics:
-            self.state = self.state.with_validation(next(iter(metrics.values())))
+            name = self.config.trainer.best_metric
+            self.state = self.state.with_validation(best_value(metrics, name))
         return metrics
 
     def _save(self, step: int) -> None:
-        if is_due(step, self.config.trainer.save_freq, self.last_step):
-            self._write_checkpoint(step)
+        trainer = self.config.trainer
+        self.saver.poll()
+        is_best = trainer.best_metric is not None and self.state.best_step == step
+        if is_best or is_due(step, trainer.save_freq, self.last_step):
+            self._write_checkpoint()
 
-    def _write_checkpoint(self, step: int) -> None:
+    def _write_checkpoint(self) -> None:
         self.recorder.settle()  # what a checkpoint calls done is on the disk
-        folder = self.checkpoints.begin(step)
-        for name, group in (("actor", self.roles.actor), ("critic", self.roles.critic)):
-            if group is not None:
-                group.save(folder / name)
-        self.state.save(folder)
-        self.checkpoints.commit(step)
+        self.saver.save(self.state)
 
 
 def _collect_rarely() -> None:
@@ -368,9 +369,9 @@ def _collect_rarely() -> None:
     gc.set_threshold(100_000)
 
 
-def _mean_over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Average what the optimizer steps of one rollout report."""
+def _over_updates(role: str, updates: Sequence[Mapping[str, Metric]], due: int) -> dict[str, float]:
+    """Average what the optimizer steps of one rollout report; count those without a live token."""
     names = dict.fromkeys(name for update in updates for name in update)
     rows = [reduced(update) for update in updates]
     means = {name: Mean.of(row[name] for row in rows if name in row) for name in names}
-    return reduced(means)
+    return {**reduced(means), f"{role}/skipped_updates": float(due - len(updates))}

@@ -78,6 +78,6 @@ def score_item(prompt: Prompt, sample: Sample) -> ScoreItem:
 
 def _result(score: Score) -> tuple[str, float | None]:
     """Take the accuracy where the reward function reports one, else the reward."""
-    if score.extra is not None and "acc" in score.extra:
+    if score.value is not None and score.extra is not None and "acc" in score.extra:
         return "acc", score.extra["acc"]
     return "reward", score.value

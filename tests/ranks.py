@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import math
 import os
 import secrets
 import signal
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrl.workers.pool import Cause, SpmdPool
 from mrl.workers.specs import JobSpec
-from mrl.workers.spmd import SpmdPool, _Cause, rank_environment
+from mrl.workers.spmd import rank_environment
 from mrl.workers.wire import AUTHKEY_BYTES, connect, die_with_parent, receive, send, serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,10 +169,11 @@ class ForkedPool(SpmdPool):
         authkey = secrets.token_bytes(AUTHKEY_BYTES)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         listener = Listener(("127.0.0.1", 0), backlog=world_size, authkey=authkey)
-        super().__init__(listener, world_size, spec)  # type: ignore[arg-type]
+        hang_s = spec.hang_timeout_s if spec is not None else math.inf
+        super().__init__(listener, world_size, spec, hang_s)  # type: ignore[arg-type]
         logs.mkdir(parents=True)
         self._logs, self._ask, self._limit_s = logs, ask, limit_s
-        fork = Fork(world_size, listener.address, authkey, self._store.port, logs)  # type: ignore[arg-type]
+        fork = Fork(world_size, listener.address, authkey, self._store.port, logs)
         self._pids: tuple[int, ...] = ask(fork)
         self._clock = threading.Timer(limit_s, self._expire)
         self._clock.daemon = True
@@ -199,12 +202,10 @@ class ForkedPool(SpmdPool):
         time.sleep(0.5)
         stacks = [f"rank {rank}:\n{self._log(rank)}" for rank in range(self.world_size)]
         text = f"ranks {late} did not answer in {self._limit_s} s"
-        self._fail(_Cause(late[0] if late else 0, "\n".join([*stacks, text]), died=False))
+        self._fail(Cause(late[0] if late else 0, "\n".join([*stacks, text]), died=False))
 
-    def _explain(self, cause: _Cause) -> str:
-        if cause.died:
-            return f"{self._log(cause.rank)}\n{cause.text}"
-        return cause.text
+    def _remains(self, cause: Cause) -> str:
+        return self._log(cause.rank) if cause.died else ""
 
     def _log(self, rank: int) -> str:
         path = self._logs / f"rank_{rank}.log"
@@ -212,11 +213,11 @@ class ForkedPool(SpmdPool):
         return "\n".join(lines[-60:])
 
 
-def zygote(handle: int) -> None:
+def zygote(handle: int, modules: Sequence[str] = WARM_MODULES) -> None:
     """Import, then fork and end ranks as asked until the session is over."""
     die_with_parent()
     control = Connection(handle)
-    for name in WARM_MODULES:
+    for name in modules:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"forking a process of {len(threads)} threads is not safe"

@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults import kills
+from tests.faults.jobs import (
+    PLANTER,
+    STRIKE_LIMIT_S,
+    Fault,
+    FaultyJob,
+    start,
+    write_inputs,
+)
 from tests.runs import (
     END_LIMIT_S,
-    ROOT,
     START_LIMIT_S,
     Command,
     Inputs,
     overrides,
     rollouts_of,
+    steps_of,
 )
 from tests.test_launchers import LAUNCHERS
 
@@ -29,7 +38,18 @@ ENDLESS = (
     "trainer.save_freq=-1",
     "reward.timeout_s=0.2",
 )
-PLANTER = str(ROOT / "tests" / "faults")
+# the job of tests/faults/jobs.py, which has fewer parts
+MATRIX = (
+    Fault("kill", "rollout", 1, 2),
+    Fault("raise", "reward", 0, 3),
+    Fault("stop", "update", 0, 3),
+    Fault("raise", "save", 1, 4),
+    Fault("hang", "validation", 1, 5),
+    Fault("kill", "reward", 0, 6),
+    Fault("oom", "log_prob", 0, 6),
+    Fault("term", "reshard", 1, 7),
+    Fault("kill", "idle", 0, 8),
+)
 
 
 class Job:
@@ -39,11 +59,12 @@ class Job:
         self, launcher: str, inputs: Inputs, folder: Path, fault: str = "", *changes: str
     ) -> None:
         self.run = folder / "run"
-        self._mark = folder / "fault"
+        self._marks = folder / "marks"
+        self._marks.mkdir(parents=True)
         arguments, more = LAUNCHERS[launcher]
         settings = overrides(self.run, *ENDLESS, *more, *changes)
-        environment = {"PYTHONPATH": PLANTER, "MRL_TEST_FAULT_MARK": str(self._mark)}
-        environment |= {"MRL_TEST_FAULT": fault} if fault else {}
+        environment = {"PYTHONPATH": PLANTER, "MRL_TEST_FAULT_MARKS": str(self._marks)}
+        environment |= {"MRL_TEST_FAULTS": fault} if fault else {}
         command = [*arguments, "train", str(inputs.config), *settings]
         self.command = Command(command, folder, environment)
 
@@ -55,12 +76,13 @@ class Job:
     def wait_for_fault(self) -> float:
         """Wait until the planted fault strikes; gives the moment."""
         deadline = time.monotonic() + START_LIMIT_S
-        while not self._mark.exists():
+        mark = self._marks / "0"
+        while not (mark.exists() and mark.read_text()):
             assert self.command.process.poll() is None, self.command.stderr
             assert time.monotonic() < deadline, self.command.stderr
             self.command.tree()
             time.sleep(0.1)
-        return float(self._mark.read_text() or time.monotonic())
+        return float(mark.read_text())
 
     def end(self, since: float) -> int:
         """Wait for the end of the job that met its fault; gives the exit status."""
@@ -100,9 +122,10 @@ def kill_rank_1(job: Job) -> float:
 
 def assert_raised(job: Job, launcher: str) -> None:
     assert "the planted fault" in job.last_words
-    assert re.search(r"rank 1 .*failed in actor\.update", job.command.stderr)
+    cause = r"in step 2 \(update_actor\), rank 1 on .* failed in actor\.update: RuntimeError: the p"
+    assert re.search(cause, job.command.stderr)
     if launcher != "torchrun":  # which has the last word on its own jobs
-        assert job.last_line == "RuntimeError: the planted fault"
+        assert re.match("mrl train: " + cause, job.last_line)
 
 
 def assert_killed(job: Job, launcher: str) -> None:
@@ -110,7 +133,7 @@ def assert_killed(job: Job, launcher: str) -> None:
     assert "SIGKILL" in job.last_words or launcher == "ray"
 
 
-RAISE = "raise:actor.update:1:1"
+RAISE = "raise:update:1:2"  # in step 1 the critic alone is trained
 
 
 def test_a_killed_rank_ends_its_job_under_either_launcher(
@@ -127,7 +150,7 @@ def test_a_killed_rank_ends_its_job_under_either_launcher(
         answers = [[row["output"] for row in rollouts_of(run, 1)] for run in runs]
         assert answers[0] == answers[1] == answers[2]
         assert spawned.end(kill_rank_1(spawned)) == 1
-        assert "rank 1" in spawned.last_line and "killed by SIGKILL" in spawned.last_line
+        assert re.search(r"in step \d+ \(\w+\), rank 1 .*killed by SIGKILL", spawned.last_line)
         assert torchrun.end(kill_rank_1(torchrun)) != 0
         assert_killed(torchrun, "torchrun")
 
@@ -149,12 +172,37 @@ def test_ctrl_c_ends_a_job_and_a_rank_that_raises_another_beside_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rollout.generate", "critic.update", "actor.save"])
-def test_a_rank_may_be_killed_at_any_point(method: str, inputs: Inputs, tmp_path: Path) -> None:
-    fault = f"kill:{method}:0:2"
-    with Job("spawned", inputs, tmp_path, fault, "trainer.save_freq=1") as job:
-        assert job.end(job.wait_for_fault()) == 1
-        assert "rank 0" in job.last_line and method in job.last_line
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("launcher", ["spawned", "torchrun", "ray"])
+def test_any_fault_in_any_phase_ends_a_try_in_time_and_the_next_goes_on(
+    launcher: str, policy: Path, tmp_path: Path
+) -> None:
+    """Benchmarks/faults.py plants all kinds in all phases."""
+    config = write_inputs(tmp_path, policy)
+    steps = max(fault.step for fault in MATRIX) + 1
+    with (
+        start("spawned", config, tmp_path / "whole" / "run", steps) as whole,
+        FaultyJob(launcher, config, tmp_path / "faulty", MATRIX, steps) as job,
+    ):
+        endings = [job.meet(index) for index in range(len(MATRIX))]
+        assert job.finish() == []
+        assert whole.wait(STRIKE_LIMIT_S) == 0
+    assert [ending for ending in endings if not ending.as_wanted] == []
+    assert steps_of(job.run) == steps_of(tmp_path / "whole" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_killed_at_random_moments_gives_the_numbers_of_an_uninterrupted_one(
+    policy: Path, tmp_path: Path
+) -> None:
+    """Benchmarks/faults.py kills it twenty times."""
+    config = write_inputs(tmp_path, policy)
+    with start("spawned", config, tmp_path / "whole" / "run", 12) as whole:
+        result = kills(2, "spawned", config, tmp_path, seed=1)
+        assert whole.wait(STRIKE_LIMIT_S) == 0
+    assert (result["problem"], result["steps_lost_beyond_a_checkpoint"]) == ("", 0)
+    assert steps_of(tmp_path / "killed" / "run") == steps_of(tmp_path / "whole" / "run")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ LEVELS = (
     {"resharding"},
     {"workers"},
     {"checkpoint", "tracking", "planning"},
-    {"trainer", "sft", "validation", "check_layout"},
+    {"trainer", "generation", "credit", "sft", "validation", "check_layout", "restarts"},
     {"cli", "main_ppo", "launching", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

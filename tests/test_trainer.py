@@ -153,6 +153,10 @@ def test_tensorboard_shows_the_metrics(spawned_run: Path) -> None:
     assert set(events.Tags()["scalars"]) >= DOCUMENTED | OF_THE_CRITIC
 
 
+def test_one_process_writes_the_log_of_all_ranks(spawned_run: Path) -> None:
+    assert len(list(spawned_run.rglob("events.*"))) == 1
+
+
 def test_rollouts_pair_each_answer_with_its_own_score(spawned_run: Path) -> None:
     for step in range(1, STEPS + 1):
         rows = rollouts_of(spawned_run, step)

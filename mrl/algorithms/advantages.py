@@ -5,7 +5,8 @@ Rows belong to a group by their prompt's uid, never by position or text. Rules t
 - an unscored row gets advantage 0 and does not enter its group's statistics;
 - a row without unmasked tokens (an empty response, or one filtered out of the loss) keeps its
   bare score in its group's statistics: it still tells how hard the prompt is;
-- a group whose scores are all equal gets exactly 0, and so does a group of one;
+- a group whose scores are all equal gets exactly 0, and so does a group of one; where advantages
+  are whitened over the batch afterwards, that 0 is one of the values;
 - masked positions are never read and get 0.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mrl.algorithms.masks import loss_mask, masked, masked_row_sums, spread, tokens_per_row
 from mrl.config.schema import AlgorithmConfig
-from mrl.types import Ragged
+from mrl.types import AtEnd, Ragged, Repeated
 
 GRPO_EPSILON = 1e-6  # added to the standard deviation, as in verl
 WHITEN_EPSILON = 1e-8  # added to the variance, as in verl
@@ -36,6 +37,7 @@ class AdvantageInputs:
     mask: Ragged  # bool
     token_rewards: Ragged  # float: the score at the last real token, less any KL penalty
     values: Ragged | None  # float, of the critic
+    baselines: Tensor | None = None  # [N] float: the score of the prompt's greedy response
 
     def __post_init__(self) -> None:
         rows = len(self.uids)
@@ -117,6 +119,67 @@ def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     return _spread(groups.centered * sizes / (sizes - 1).clamp(min=1), inputs)
 
 
+@register("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    """Whiten the returns over all tokens of the batch (Hu 2025, REINFORCE++, arXiv:2501.03262).
+
+    A return is what a token and those after it are rewarded, discounted by algorithm.gamma.
+    """
+    mask = loss_mask(inputs.mask, inputs.scored)
+    returns = _returns(inputs.token_rewards, mask, config.gamma)
+    return AdvantageOutputs(whitened_column(returns, mask), returns)
+
+
+@register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs, config: AlgorithmConfig
+) -> AdvantageOutputs:
+    """Compare with the group's mean, then whiten over all tokens of the batch.
+
+    REINFORCE++ with baseline (Hu 2025, arXiv:2501.03262): the spread is that of the batch, so
+    that an easy prompt's rare failure is not blown up.
+    """
+    groups = group_statistics(inputs.uids, _outcomes(inputs), inputs.scored)
+    _warn_singletons(groups)
+    mask = loss_mask(inputs.mask, inputs.scored)
+    centered = spread(groups.centered, mask)
+    whitened = whitened_column(centered, mask)
+    return AdvantageOutputs(whitened, whitened)
+
+
+@register("remax")
+def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    """Compare with the prompt's greedy response (Li et al. 2024, ReMax, arXiv:2310.10505).
+
+    The returns are undiscounted, as published. Raises ValueError without baselines.
+    """
+    if inputs.baselines is None:
+        raise ValueError("algorithm.adv_estimator 'remax' needs the scores of greedy responses")
+    mask = loss_mask(inputs.mask, inputs.scored)
+    returns = _returns(inputs.token_rewards, mask, 1.0)
+    baselines = spread(inputs.baselines, mask)
+    if isinstance(returns, Repeated) and isinstance(baselines, Repeated):
+        numbers = returns.numbers - baselines.numbers
+        return AdvantageOutputs(Repeated(numbers, mask.lengths), returns)
+    return AdvantageOutputs(mask.with_values(returns.values - baselines.values), returns)
+
+
+@register("opo")
+def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    """Compare with the length-weighted mean of the group (Hao et al. 2025, OPO, arXiv:2505.23585).
+
+    That mean has the least variance where the gradients of tokens are orthogonal and alike.
+    """
+    groups = group_statistics(inputs.uids, _outcomes(inputs), inputs.scored)
+    _warn_singletons(groups)
+    lengths = torch.where(inputs.scored, tokens_per_row(inputs.mask), 0).double()
+    zeros = torch.zeros(len(groups.sizes), dtype=torch.float64)
+    totals = zeros.index_add(0, groups.index, lengths).clamp(min=1)
+    means = zeros.index_add(0, groups.index, lengths * groups.centered) / totals
+    # exactly 0 where all scores are equal, as their distance from the plain mean is
+    return _spread(torch.where(inputs.scored, groups.centered - means[groups.index], 0.0), inputs)
+
+
 @register("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """Estimate advantages from a critic, then whiten them over the batch.
@@ -170,6 +233,21 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return whitened.to(values.dtype)
 
 
+def whitened_column(column: Ragged, mask: Ragged) -> Ragged:
+    """Whiten the unmasked tokens of all rows; 0 elsewhere. Of the whole batch, whatever rank."""
+    if not (isinstance(column, Repeated) and isinstance(mask, Repeated)):
+        return mask.with_values(whiten(column.values, mask.values))
+    counts = tokens_per_row(mask).double()
+    numbers = column.numbers.double()
+    live, total = counts > 0, float(counts.sum())
+    whitened = torch.zeros_like(numbers)
+    if total > 1 and bool(numbers[live].max() > numbers[live].min()):
+        centered = numbers - (counts * numbers).sum() / total
+        variance = (counts * centered.square()).sum() / (total - 1)
+        whitened = torch.where(live, centered * torch.rsqrt(variance + WHITEN_EPSILON), 0.0)
+    return Repeated(whitened.to(column.numbers.dtype), mask.lengths)
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Statistics of G groups over their scored rows."""
@@ -204,6 +282,16 @@ def _outcomes(inputs: AdvantageInputs) -> Tensor:
     """Give each row's reward [N]: its token rewards' sum, or the score without any token."""
     sums = masked_row_sums(inputs.token_rewards, inputs.mask)
     return torch.where(tokens_per_row(inputs.mask) > 0, sums, inputs.scores.double())
+
+
+def _returns(rewards: Ragged, mask: Ragged, gamma: float) -> Ragged:
+    """Sum what each unmasked token and those after it are rewarded, discounted; float32."""
+    if gamma == 1 and isinstance(rewards, AtEnd) and isinstance(mask, Repeated):
+        return spread(rewards.numbers, mask)
+    nothing = mask.with_values(torch.zeros(mask.total))
+    # without values, advantages are returns
+    found = generalized_advantages(rewards, nothing, mask, gamma, 1.0)
+    return found.with_values(found.values.float())
 
 
 def _spread(row_advantages: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from mrl.algorithms.kl import kl_estimate
 from mrl.algorithms.masks import masked, spread, tokens_per_row
 from mrl.algorithms.reductions import Mean, Metric, Sum
+from mrl.algorithms.surrogates import POLICY_LOSSES, Clips, Tokens, limited
 from mrl.types import Ragged
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The clipped policy loss of some tokens; all scalars, all but `loss` detached."""
+    """The policy loss of some tokens; all scalars, all but `loss` detached."""
 
     loss: Tensor  # differentiable
     num_tokens: Tensor  # live tokens
@@ -70,35 +71,32 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     clip_c: float,
+    mode: str = "vanilla",
+    lengths: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the clipped surrogate loss (Schulman et al. 2017, equation 7), dual-clipped.
-
-    Where the advantage is negative, the loss is at most -clip_c * advantage (Ye et al. 2020,
-    equation 5). As in verl, the log-ratio is limited to +-20.
+    """Compute a loss of `POLICY_LOSSES`; the kl beside it is of log-ratios limited to +-20.
 
     Args:
         log_probs: [T], of the policy that is trained.
         old_log_probs, advantages, weights: [T].
         clip_low, clip_high: the ratio stays within 1 - clip_low and 1 + clip_high.
         clip_c: above 1.
+        mode: its name, from actor.policy_loss.loss_mode.
+        lengths: [N] int64 on the CPU, of the responses; None: all tokens are of one.
     """
     live = weights != 0
-    advantages = masked(advantages, live)
-    log_ratio = masked(log_probs, live) - masked(old_log_probs, live)
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    pessimistic = torch.maximum(plain, bounded)
-    ceiling = -advantages * clip_c
-    negative = advantages < 0
-    per_token = torch.where(negative, torch.minimum(ceiling, pessimistic), pessimistic)
+    log_probs, advantages = masked(log_probs, live), masked(advantages, live)
+    log_ratios = log_probs - masked(old_log_probs, live)
+    if lengths is None:
+        lengths = torch.tensor([len(weights)])
+    tokens = Tokens(log_probs, log_ratios, advantages, live, lengths)
+    found = POLICY_LOSSES[mode](tokens, Clips(clip_low, clip_high, clip_c))
     return PolicyLoss(
-        loss=(weights * per_token).sum(),
+        loss=(weights * found.loss).sum(),
         num_tokens=live.sum(),
-        clipped=(bounded > plain).sum(),
-        clipped_lower=((pessimistic > ceiling) & negative).sum(),
-        kl=-log_ratio.detach().sum(),
+        clipped=found.clipped.sum(),
+        clipped_lower=found.clipped_lower.sum(),
+        kl=-limited(log_ratios.detach()).sum(),
     )
 
 
@@ -132,17 +130,22 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, kind: str
     return (weights * kl_estimate(log_probs, ref_log_probs, weights != 0, kind)).sum()
 
 
-# Unmasked tokens of each row [N], then tokens and sequences of the step -> weight of a row's token.
-Aggregation = Callable[[Tensor, int, int], Tensor]
+# Unmasked tokens of each row [N], then tokens and sequences of the step and loss_scale_factor ->
+# weight of a row's token.
+Aggregation = Callable[[Tensor, int, int, float], Tensor]
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": lambda tokens, num_tokens, num_sequences: torch.full_like(
+    "token-mean": lambda tokens, num_tokens, num_sequences, scale: torch.full_like(
         tokens, 1 / max(num_tokens, 1)
     ),
-    "seq-mean-token-sum": lambda tokens, num_tokens, num_sequences: torch.full_like(
+    "seq-mean-token-sum": lambda tokens, num_tokens, num_sequences, scale: torch.full_like(
         tokens, 1 / max(num_sequences, 1)
     ),
-    "seq-mean-token-mean": lambda tokens, num_tokens, num_sequences: (
+    # Dr. GRPO's: a constant in place of the response's length (Liu et al. 2025, section 3)
+    "seq-mean-token-sum-norm": lambda tokens, num_tokens, num_sequences, scale: torch.full_like(
+        tokens, 1 / (max(num_sequences, 1) * scale)
+    ),
+    "seq-mean-token-mean": lambda tokens, num_tokens, num_sequences, scale: (
         1 / (tokens.clamp(min=1) * max(num_sequences, 1))
     ),
 }
@@ -154,7 +157,9 @@ def loss_counts(mask: Ragged) -> tuple[int, int]:
     return int(tokens.sum()), int((tokens > 0).sum())
 
 
-def token_weights(mask: Ragged, mode: str, num_tokens: int, num_sequences: int) -> Ragged:
+def token_weights(
+    mask: Ragged, mode: str, num_tokens: int, num_sequences: int, scale: float = 1.0
+) -> Ragged:
     """Give each token its weight in the loss of the whole optimizer step.
 
     A row without unmasked tokens counts neither as tokens nor as a sequence; when every row of
@@ -164,6 +169,7 @@ def token_weights(mask: Ragged, mode: str, num_tokens: int, num_sequences: int) 
         mask: bool, rows of this rank or micro-batch.
         mode: a name in `AGGREGATIONS`, from loss_agg_mode.
         num_tokens, num_sequences: `loss_counts` summed over the whole optimizer step.
+        scale: divides the sums of seq-mean-token-sum-norm (loss_scale_factor).
 
     Returns:
         float32, 0 where masked.
@@ -179,5 +185,5 @@ def token_weights(mask: Ragged, mode: str, num_tokens: int, num_sequences: int) 
             f"the step has {num_tokens} tokens and {num_sequences} sequences, but these rows "
             f"alone have {own_tokens} and {own_sequences}; pass the sums over the whole step"
         )
-    per_row = AGGREGATIONS[mode](tokens_per_row(mask).double(), num_tokens, num_sequences)
+    per_row = AGGREGATIONS[mode](tokens_per_row(mask).double(), num_tokens, num_sequences, scale)
     return spread(per_row, mask)

@@ -71,3 +71,17 @@ def masked_row_sums(column: Ragged, mask: Ragged) -> Tensor:
     if isinstance(mask, Repeated):
         return masked(column.row_sums(torch.float64), mask.numbers)
     return column.with_values(masked(column.values, mask.values)).row_sums(torch.float64)
+
+
+def sums_of_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum tokens [T] over rows of these lengths [N] on the CPU; gives [N] where the tokens are."""
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(values.device)
+    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(
+        0, rows, values
+    )
+
+
+def to_tokens(numbers: Tensor, lengths: Tensor) -> Tensor:
+    """Repeat a number of each row [N] over its tokens, [T]; lengths [N] are on the CPU."""
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(numbers.device)
+    return numbers[rows]

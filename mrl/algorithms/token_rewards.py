@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrl.algorithms.masks import masked, tokens_per_row
-from mrl.types import AtEnd, Ragged, Repeated, Score
+from mrl.config.schema import OverlongBufferConfig
+from mrl.types import AtEnd, Ragged, Repeated, Sample, Score
 
 
 def is_scored(score: Score) -> bool:
@@ -22,6 +24,70 @@ def score_tensors(scores: Sequence[Score]) -> tuple[Tensor, Tensor]:
     scored = [is_scored(score) for score in scores]
     values = [s.value if ok else 0.0 for s, ok in zip(scores, scored, strict=True)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(scored, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What a batch of N responses is rewarded with as a whole."""
+
+    rewards: Tensor  # [N] float32: scores, less penalties of their length; 0 where not scored
+    scored: Tensor  # [N] bool: and what the estimator compares with is scored as well
+    baselines: Tensor | None  # [N] float32: the reward of the prompt's greedy response
+    metrics: dict[str, float]
+
+
+def outcome_rewards(
+    scores: Sequence[Score],
+    lengths: Tensor,
+    greedy: Sequence[tuple[Sample, Score]] | None,
+    max_length: int,
+    overlong: OverlongBufferConfig,
+) -> Outcomes:
+    """Turn verdicts into rewards.
+
+    Args:
+        scores: [N], the prompts' responses one prompt after the other.
+        lengths: [N] int64, tokens of the responses.
+        greedy: each prompt's greedy response and its verdict; None: none were drawn.
+        max_length: of a response, tokens.
+        overlong: the penalty of long responses, of greedy ones too.
+    """
+    rewards, scored = score_tensors(scores)
+    metrics: dict[str, float] = {}
+    if overlong.enable:
+        penalties = overlong_penalties(lengths, max_length, overlong.len, overlong.penalty_factor)
+        rewards = masked(rewards + penalties, scored)
+        metrics["reward/overlong/mean"] = float(penalties.double().mean())
+        metrics["reward/overlong/ratio"] = float((penalties < 0).double().mean())
+    if greedy is None:
+        return Outcomes(rewards, scored, None, metrics)
+    verdicts = [score for _, score in greedy]
+    long = torch.tensor([len(sample.response_ids) for sample, _ in greedy], dtype=torch.int64)
+    found = outcome_rewards(verdicts, long, None, max_length, overlong)
+    each = len(scores) // len(greedy)
+    if bool(found.scored.any()):
+        metrics["critic/baseline/mean"] = float(found.rewards[found.scored].double().mean())
+    metrics["reward/baseline_unscored"] = float((~found.scored).sum())
+    scored = scored & found.scored.repeat_interleave(each)
+    return Outcomes(masked(rewards, scored), scored, found.rewards.repeat_interleave(each), metrics)
+
+
+def overlong_penalties(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Give what a response's length adds to its reward (Yu et al. 2025, DAPO, equation 13).
+
+    Nothing up to `max_length - buffer` tokens; from there down to -factor at `max_length`.
+
+    Args:
+        lengths: [N] int64, tokens of the responses.
+        max_length: of a response, tokens.
+        buffer: the last tokens, over which the penalty grows.
+        factor: the largest penalty.
+
+    Returns:
+        [N] float32, at most 0.
+    """
+    excess = lengths - (max_length - buffer)
+    return -(excess.clamp(min=0).double() / buffer * factor).float()
 
 
 def token_rewards(
@@ -51,6 +117,11 @@ def token_rewards(
     paid = scored & has_tokens
     rewards[ends[paid]] += scores[paid].float()
     return mask.with_values(rewards)
+
+
+def scaled(column: Ragged, factors: Ragged | None) -> Ragged:
+    """Multiply a column by the factors of its tokens; None: they are all 1."""
+    return column if factors is None else column.with_values(column.values * factors.values)
 
 
 def _last_tokens(mask: Ragged) -> tuple[Tensor, Tensor]:

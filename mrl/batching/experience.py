@@ -66,6 +66,10 @@ class Splits:
             for start in range(0, total, self.rows):
                 yield order[start : start + self.rows]
 
+    def count(self, total: int) -> int:
+        """Count the optimizer steps over so many rows."""
+        return self.epochs * -(-total // self.rows)
+
 
 def policy_batches(
     experience: Experience,
@@ -75,6 +79,7 @@ def policy_batches(
     old_log_probs: Ragged,
     advantages: Ragged,
     ref_log_probs: Ragged | None,
+    loss_scale: float = 1.0,
 ) -> Iterator[PolicyBatch]:
     """Yield the actor's batch of each optimizer step; steps without a live token are left out."""
 
@@ -86,7 +91,7 @@ def policy_batches(
             routing,
         )  # fmt: skip
 
-    return _batches(experience, splits, loss_mask, agg_mode, build)
+    return _batches(experience, splits, loss_mask, agg_mode, loss_scale, build)
 
 
 def value_batches(
@@ -96,13 +101,14 @@ def value_batches(
     agg_mode: str,
     old_values: Ragged,
     returns: Ragged,
+    loss_scale: float = 1.0,
 ) -> Iterator[ValueBatch]:
     """Yield the critic's batch of each optimizer step; steps without a live token are left out."""
 
     def build(weights: Ragged, rows: list[int], sequences: Sequences) -> ValueBatch:
         return ValueBatch(sequences, old_values.select(rows), returns.select(rows), weights)
 
-    return _batches(experience, splits, loss_mask, agg_mode, build)
+    return _batches(experience, splits, loss_mask, agg_mode, loss_scale, build)
 
 
 def supervised_batch(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PolicyBatch:
@@ -120,6 +126,7 @@ def _batches[B](
     splits: Splits,
     loss_mask: Ragged,
     agg_mode: str,
+    loss_scale: float,
     build: Callable[[Ragged, list[int], Sequences], B],
 ) -> Iterator[B]:
     for rows in splits(len(experience.samples)):
@@ -127,5 +134,5 @@ def _batches[B](
         # The denominator of the whole optimizer step, before any rank or micro-batch is cut off.
         counts = loss_counts(mask)
         if any(counts):
-            weights = token_weights(mask, agg_mode, *counts)
+            weights = token_weights(mask, agg_mode, *counts, loss_scale)
             yield build(weights, rows, experience.sequences.select(rows))

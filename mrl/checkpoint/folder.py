@@ -21,6 +21,7 @@ from mrl.checkpoint.atomic import sync_to_disk, write_atomically
 MARKER = "COMPLETE"
 TRACKER = "latest_checkpointed_iteration.txt"
 SUPERSEDED = "superseded"
+BEST = "best"  # a link
 _FINAL = re.compile(r"global_step_(\d+)")
 _DRAFT = re.compile(r"global_step_(\d+)\.tmp-[0-9a-f]+")
 
@@ -80,8 +81,20 @@ class CheckpointFolder:
         self._drafts[step] = draft
         return draft
 
-    def commit(self, step: int) -> Path:
+    def draft(self, step: int) -> Path:
+        """Give the folder that `begin(step)` made."""
+        return self._drafts[step]
+
+    def abandon(self, step: int) -> None:
+        """Give up what `begin(step)` made, and its space on the disk."""
+        draft = self._drafts.pop(step, None)
+        if draft is not None and draft.is_dir():
+            _delete(draft)
+
+    def commit(self, step: int, best: int | None = None) -> Path:
         """Declare the checkpoint of `step` complete, then delete what `keep` does not cover.
+
+        `best` is the step of the best one: it is not deleted, and `best` links to it.
 
         Raises:
             ValueError: `begin(step)` was not called.
@@ -97,7 +110,9 @@ class CheckpointFolder:
         del self._drafts[step]
         sync_to_disk(self.root)
         write_atomically(self.root / TRACKER, f"{step}\n")
-        self._prune(step)
+        if best is not None and self.has(best):
+            self._link_best(best)
+        self._prune(step, best)
         return final
 
     def has(self, step: int) -> bool:
@@ -152,6 +167,8 @@ class CheckpointFolder:
         moved = [self._move_aside(self._final(s)) for s in self.steps() if s > after]
         if moved:
             (self.root / TRACKER).unlink(missing_ok=True)
+            if (self.root / BEST).is_symlink() and not (self.root / BEST).exists():
+                (self.root / BEST).unlink()  # it was of the abandoned future
             found = self.latest().found
             if found is not None:
                 write_atomically(self.root / TRACKER, f"{found.step}\n")
@@ -177,17 +194,29 @@ class CheckpointFolder:
         path = self._final(int(text))
         return [] if path.is_dir() else [Skipped(path, f"named by {TRACKER}, but not there")]
 
-    def _prune(self, newest: int) -> None:
-        """Delete drafts of killed saves, and all older than the `keep` up to `newest`."""
+    def _link_best(self, step: int) -> None:
+        link, draft = self.root / BEST, self.root / f"{BEST}.tmp"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(self._final(step).name)
+        draft.replace(link)
+        sync_to_disk(self.root)
+
+    def _prune(self, newest: int, best: int | None) -> None:
+        """Delete drafts of killed saves, and all older than the `keep` up to `newest`.
+
+        The best one stays, and does not count.
+        """
         for path in self.root.iterdir():
             if _DRAFT.fullmatch(path.name) and path not in self._drafts.values():
                 _delete(path)
         if self.keep is None:
             return
-        complete = [step for step in self.steps() if step <= newest and self.has(step)]
-        kept = complete[-self.keep :]
-        for step in self.steps():
-            if step < kept[0]:
+        older = [step for step in self.steps() if step <= newest and step != best]
+        complete = [step for step in older if self.has(step)]
+        count = self.keep - (newest == best)  # the newest is among those that are kept
+        first = complete[-count:][0] if count and complete else newest
+        for step in older:
+            if step < first:
                 _delete(self._final(step))
 
     def _move_aside(self, path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from mrl.checkpoint.atomic import write_atomically
 
 STATE_FILE = "trainer_state.json"
+_RESULT = "val-core/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,10 @@ class TrainerState:
     best_metric: float | None = None  # highest validation result so far
     best_step: int | None = None
 
-    def with_validation(self, metric: float) -> TrainerState:
-        """Remember a validation result of this step if it is the best so far."""
+    def with_validation(self, metric: float | None) -> TrainerState:
+        """Remember a validation result of this step, if there is one, if it is the best so far."""
+        if metric is None:
+            return self
         if self.best_metric is not None and metric <= self.best_metric:
             return self
         return replace(self, best_metric=metric, best_step=self.global_step)
@@ -60,6 +63,20 @@ class TrainerState:
                 f"unknown fields {sorted(set(held) - names)}"
             )
         return TrainerState(**held)
+
+
+def best_value(metrics: Mapping[str, float], name: str | None) -> float | None:
+    """Give the validation result that says which step is best: the one named, or the first.
+
+    None where no sample was scored: a count of those is no result.
+
+    Raises ValueError listing the metrics where there is none of that name.
+    """
+    if name is None:
+        return next((value for key, value in metrics.items() if key.startswith(_RESULT)), None)
+    if name not in metrics:
+        raise ValueError(f"trainer.best_metric is {name!r}, validation gives {', '.join(metrics)}")
+    return metrics[name]
 
 
 def is_due(step: int, freq: int, last_step: int) -> bool:

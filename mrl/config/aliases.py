@@ -31,6 +31,8 @@ ALIASES: dict[str, str | Outcome] = {
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     "reward_model.num_workers": "reward.num_workers",
+    "reward_model.overlong_buffer": "reward.overlong_buffer",
+    "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
     "sandbox_fusion": "reward.sandbox_fusion",
     "data.tokenizer": "model.tokenizer_path",

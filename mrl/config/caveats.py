@@ -20,7 +20,8 @@ def _sampling(config: Config) -> list[str]:
     if rollout.top_p < 1 or rollout.top_k > 0:
         found.append(
             f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: responses are drawn "
-            "from a truncated distribution, while the trainer's log-probs are of the full one"
+            "from a truncated distribution; they are weighed "
+            "(algorithm.rollout_correction.rollout_is), but what was cut off is never tried"
         )
     if config.algorithm.adv_estimator == "grpo" and rollout.n == 1:
         found.append(

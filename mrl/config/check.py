@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mrl.config.check_algorithm import check_algorithm
 from mrl.config.check_batch import check_batch
 from mrl.config.check_lora import check_adapter_files, check_lora
 from mrl.config.check_memory import check_memory
@@ -12,6 +13,7 @@ from mrl.config.check_model import TRAINABLE_TYPES, check_model, read_shape
 from mrl.config.check_moe import check_moe
 from mrl.config.check_precision import check_precision
 from mrl.config.check_values import SIZES, check_values
+from mrl.config.components import check_component_files, check_components
 from mrl.config.errors import Violation, raise_any
 from mrl.config.roles import enabled_roles, world_size
 from mrl.config.schema import Config
@@ -21,7 +23,9 @@ def check_config(config: Config) -> tuple[Violation, ...]:
     """Find every broken rule; reads the model's `config.json` where there is one."""
     found = check_values(config)
     found += _check_sampling(config)
-    found += _check_algorithm(config)
+    found += check_algorithm(config)
+    found += check_components(config)
+    found += _check_optim(config)
     found += _check_trainer(config)
     placed = list(_check_placement(config))
     # the arithmetic divides by these
@@ -63,6 +67,7 @@ def check_files(config: Config) -> None:
     reward = config.reward.custom_reward_function.path
     if reward is not None and not Path(reward).is_file():
         found.append(Violation("reward.custom_reward_function.path", reward, "no such file"))
+    found += check_component_files(config)
     resume = config.trainer.resume_from_path
     if config.trainer.resume_mode == "resume_path" and resume and not Path(resume).is_dir():
         found.append(Violation("trainer.resume_from_path", resume, "no such folder"))
@@ -98,26 +103,7 @@ def _check_sampling(config: Config) -> Iterator[Violation]:
         )
 
 
-def _check_algorithm(config: Config) -> Iterator[Violation]:
-    algorithm = config.algorithm
-    if config.actor.use_kl_loss and algorithm.use_kl_in_reward:
-        yield Violation(
-            "actor.use_kl_loss and algorithm.use_kl_in_reward",
-            True,
-            "the KL term would count twice, in the loss and in the reward",
-            "one of them false",
-        )
-    if algorithm.adv_estimator == "rloo" and config.rollout.n == 1:
-        yield Violation(
-            "rollout.n", 1, "rloo compares each response with the others of its prompt", "2"
-        )
-    if config.trainer.critic_warmup > 0 and algorithm.adv_estimator in ("grpo", "rloo"):
-        yield Violation(
-            "trainer.critic_warmup",
-            config.trainer.critic_warmup,
-            f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up",
-            "0",
-        )
+def _check_optim(config: Config) -> Iterator[Violation]:
     for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
         if optim.min_lr > optim.lr:
             yield Violation(

@@ -12,7 +12,12 @@ from typing import Any
 from mrl.config.errors import Violation
 from mrl.config.schema import Config
 
-_LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+_LOSS_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
 _KL_ESTIMATORS = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs")
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -24,7 +29,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.kl_loss_type": _KL_ESTIMATORS,
     "algorithm.kl_penalty": _KL_ESTIMATORS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.adv_estimator": ("gae", "grpo", "rloo"),
+    "algorithm.adv_estimator": (
+        "gae",
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+    ),
+    "algorithm.filter_groups.at_limit": ("stop", "fill"),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
+    "algorithm.rollout_correction.alarm_action": ("warn", "stop"),
+    "actor.policy_loss.loss_mode": ("vanilla", "gspo", "cispo", "gpg"),
     "rollout.name": ("vllm", "hf"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.launcher": ("torchrun", "ray"),
@@ -39,6 +57,9 @@ SIZES: set[str] = {
     "data.max_prompt_length",
     "data.max_response_length",
     "data.train_batch_size",
+    "data.gen_batch_size",
+    "actor.loss_scale_factor",
+    "critic.loss_scale_factor",
     "data.val_batch_size",
     "rollout.n",
     "rollout.val_kwargs.n",
@@ -125,6 +146,12 @@ RANGES: dict[str, Range] = {
     "rollout.val_kwargs.temperature": _NOT_NEGATIVE,
     "rollout.val_kwargs.top_p": _SHARE,
     "reward.timeout_s": _POSITIVE,
+    "reward.overlong_buffer.len": _NOT_NEGATIVE,
+    "reward.overlong_buffer.penalty_factor": _NOT_NEGATIVE,
+    "algorithm.filter_groups.max_num_gen_batches": _NOT_NEGATIVE,
+    "algorithm.rollout_correction.alarm_threshold": Range(
+        1, low_open=True, why="1 where engine and trainer agree"
+    ),
     "algorithm.gamma": _FRACTION,
     "algorithm.lam": _FRACTION,
     "algorithm.kl_ctrl.kl_coef": _NOT_NEGATIVE,
@@ -133,6 +160,8 @@ RANGES: dict[str, Range] = {
     "trainer.log_val_generations": _NOT_NEGATIVE,
     "trainer.critic_warmup": _NOT_NEGATIVE,
     "trainer.fault_timeout_s": _POSITIVE,
+    "trainer.hang_timeout_s": _POSITIVE,
+    "trainer.max_restarts": _NOT_NEGATIVE,
     "model.lora.rank": _NOT_NEGATIVE,
     "model.lora.alpha": _POSITIVE,
 }

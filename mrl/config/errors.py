@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mrl.config.secrets import masked
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -17,7 +19,7 @@ class Violation:
 
     def __str__(self) -> str:
         text = f"{self.key} = {self.value!r}: {self.rule}"
-        return f"{text}; nearest legal: {self.nearest}" if self.nearest else text
+        return masked(f"{text}; nearest legal: {self.nearest}" if self.nearest else text)
 
 
 class ConfigError(ValueError):

@@ -20,6 +20,7 @@ from mrl.config.errors import ConfigError, Violation
 from mrl.config.load import as_yaml, load_config, written
 from mrl.config.outcomes import Ignored, Legacy, Refused
 from mrl.config.schema import Config
+from mrl.config.secrets import masked
 
 # With what each means, in the order in which they are printed.
 OUTCOMES = {
@@ -44,12 +45,14 @@ class Explained:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.outcome} {self.given}={as_yaml(self.value)}: {self.reason or self.key}"
+        return masked(
+            f"{self.outcome} {self.given}={as_yaml(self.value)}: {self.reason or self.key}"
+        )
 
     @property
     def setting(self) -> str:
         """Write it as an override, without the prefix that every actor key of verl has."""
-        return f"{self.given.removeprefix(_PREFIX)}={as_yaml(self.value)}"
+        return masked(f"{self.given.removeprefix(_PREFIX)}={as_yaml(self.value)}")
 
 
 def load_told(

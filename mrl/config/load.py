@@ -27,6 +27,7 @@ from mrl.config.check import check_config
 from mrl.config.check_values import check_values
 from mrl.config.errors import ConfigError, Violation, raise_any
 from mrl.config.outcomes import Ignored, Legacy, Refused
+from mrl.config.secrets import MASK, has_secret, names_secret
 from mrl.config.typed import schema_keys
 from mrl.config.verl import DEFAULTS
 
@@ -66,8 +67,22 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> schem
     config = builder.build()
     # Relations between values make sense only when each of them has its type.
     violations += check_values(config) if builder.failed else check_config(config)
+    violations += _secrets(config)
     raise_any(violations)
     return config
+
+
+def _secrets(config: schema.Config) -> list[Violation]:
+    """Find values that hold a secret: the config is saved and shown."""
+    rule = (
+        "holds a secret, which config.yaml and logs would show; leave it to the environment "
+        "(HF_TOKEN, ...), where libraries look for it"
+    )
+    return [
+        Violation(key, MASK, rule)
+        for key, value in _leaves(asdict(config))
+        if value and (names_secret(key) or has_secret(str(value)))
+    ]
 
 
 def written(path: str | Path | None, overrides: Sequence[str] = ()) -> list[tuple[str, Any]]:

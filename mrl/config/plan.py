@@ -78,6 +78,7 @@ class RunPlan:
     roles: Mapping[str, RolePlan]
     clip_ratio_low: float
     clip_ratio_high: float
+    loss_scale_factors: Mapping[str, float]  # of actor and critic: seq-mean-token-sum-norm's
     tokenizer_path: str
     val_temperature: float  # 0: greedy
     warnings: tuple[str, ...]
@@ -114,6 +115,10 @@ def build_plan(config: Config) -> RunPlan:
         roles={name: _plan_role(config, role_settings(config, name)) for name in ROLES},
         clip_ratio_low=_or(actor.clip_ratio_low, actor.clip_ratio),
         clip_ratio_high=_or(actor.clip_ratio_high, actor.clip_ratio),
+        loss_scale_factors={
+            "actor": _or(actor.loss_scale_factor, data.max_response_length),
+            "critic": _or(config.critic.loss_scale_factor, data.max_response_length),
+        },
         tokenizer_path=config.model.tokenizer_path or config.model.path,
         val_temperature=val.temperature if val.do_sample else 0.0,
         warnings=find_warnings(config),

@@ -116,6 +116,8 @@ class DataConfig:
     max_prompt_length: int = 512
     max_response_length: int = 512
     train_batch_size: int = 1024  # prompts a step
+    # prompts generated at a time, with algorithm.filter_groups; None: train_batch_size
+    gen_batch_size: int | None = None
     val_batch_size: int | None = None  # None: all rows at once
     truncation: str = "error"  # error | filter | left | right
     shuffle: bool = True
@@ -132,6 +134,20 @@ class RouterReplayConfig:
 
 
 @dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which loss the actor is trained with."""
+
+    loss_mode: str = "vanilla"  # vanilla (PPO's, dual-clipped) | gspo | cispo | gpg
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are written."""
+
+    async_save: bool = False  # beside training, from copies on the host; one at a time
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """The policy that is trained."""
 
@@ -145,7 +161,10 @@ class ActorConfig:
     clip_ratio_low: float | None = None  # None: clip_ratio
     clip_ratio_high: float | None = None  # None: clip_ratio
     clip_ratio_c: float = 3.0
-    loss_agg_mode: str = "token-mean"  # | seq-mean-token-sum | seq-mean-token-mean
+    # token-mean | seq-mean-token-mean | seq-mean-token-sum | seq-mean-token-sum-norm (Dr. GRPO's)
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None  # seq-mean-token-sum-norm; None: data.max_response_length
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
@@ -153,6 +172,7 @@ class ActorConfig:
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # the critic's too
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,7 @@ class CriticConfig:
     ppo_epochs: int | None = None  # None: the actor's
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None  # as the actor's
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     megatron: MegatronConfig | None = None  # None: the actor's
 
@@ -229,12 +250,33 @@ class CustomRewardConfig:
 
 
 @dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's penalty of responses that come near the limit; added to their scores."""
+
+    enable: bool = False
+    len: int = 0  # last tokens of data.max_response_length, over which the penalty grows
+    penalty_factor: float = 1.0  # the penalty at the limit
+
+
+@dataclass(frozen=True)
+class RewardComponentConfig:
+    """One reward of several: a function of a file, or of a known data source, or of the row's."""
+
+    weight: float = 1.0  # in the sum that is the score
+    path: str | None = None
+    name: str = "compute_score"
+    data_source: str | None = None
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Scoring and its limits."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    components: dict[str, Any] = field(default_factory=dict)  # name: RewardComponentConfig's keys
     num_workers: int = 2  # processes
     timeout_s: float = 30.0  # hard limit a sample
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 @dataclass(frozen=True)
@@ -248,16 +290,51 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: prompts whose responses are all alike make room for others."""
+
+    enable: bool = False
+    metric: str | None = None  # score | a number that the reward function returns; None: score
+    max_num_gen_batches: int = 10  # of a step; 0: no limit
+    # stop: the run, with advice | fill: with prompts whose responses are all alike
+    at_limit: str = "stop"
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """The difference between the engine's log-probs and the trainer's."""
+
+    rollout_is: str | None = None  # weights trainer / engine: token | sequence
+    # 2.0: weights are truncated there | 0.5_5.0: weights outside become 0
+    rollout_is_threshold: str = "2.0"
+    rollout_is_batch_normalize: bool = False  # to a mean of 1
+    # token_k1, seq_mean_k3, ...: what is rejected, several between commas
+    rollout_rs: str | None = None
+    # an upper bound (k2, k3), or 0.5_2.0 of the ratio engine / trainer (k1)
+    rollout_rs_threshold: str | None = None
+    bypass_mode: bool = False  # the engine's log-probs are the old ones; the trainer computes none
+    loss_type: str = "ppo_clip"  # bypass_mode: ppo_clip | reinforce
+    # largest factor by which a token's probability may be off on average; null: any
+    alarm_threshold: float | None = 1.05
+    alarm_action: str = "warn"  # | stop: before the update
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: str = "gae"  # gae | grpo | rloo
+    # gae | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | opo
+    adv_estimator: str = "gae"
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"  # k1 kl | k2 mse | k3 low_var_kl | abs
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    # responses cut at the limit are not trained on; they still count in their group's statistics
+    overlong_filtering: bool = False
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass(frozen=True)
@@ -283,10 +360,15 @@ class TrainerConfig:
     resume_mode: str = "auto"  # auto | disable | resume_path
     resume_from_path: str | None = None
     max_actor_ckpt_to_keep: int | None = None  # None: all
+    # the validation metric whose highest value is kept and linked as `best`; None: no such link
+    best_metric: str | None = None
+    allow_changed: list[str] = field(default_factory=list)  # keys, from a checkpoint's config
     critic_warmup: int = 0  # steps that train the critic alone
     full_determinism: bool = False  # the same numbers bit for bit on the same layout, slower
     balance_batch: bool = True  # spread tokens evenly over the data-parallel ranks
     fault_timeout_s: float = 1800.0  # longest silence of a collective before the job is ended
+    hang_timeout_s: float = 7200.0  # longest that a rank may be at one call, as generating a batch
+    max_restarts: int = 0  # after a failed rank, from the last checkpoint; torchrun: --max-restarts
 
 
 @dataclass(frozen=True)

@@ -157,5 +157,5 @@ def _scalar(value: Any, kind: type) -> Any:
         raise TypeError
     try:
         return _SCALARS[kind][0](value=value)._value()
-    except ValidationError:
+    except (ValidationError, OverflowError):  # an integer may be too large for a float
         raise TypeError from None

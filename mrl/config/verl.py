@@ -14,6 +14,7 @@ DEFAULTS: dict[str, Any] = {
     "model.lora.alpha": 32,
     "rollout.tensor_model_parallel_size": 2,
     "critic.ppo_max_token_len_per_gpu": 32768,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
     "trainer.project_name": "verl_examples",
@@ -38,7 +39,7 @@ _FSDP = Ignored("of the FSDP engine; the training engine is Megatron-Core")
 _CHECKPOINT = Ignored(
     "a checkpoint always holds model, optimizer, other state and a Hugging Face folder"
 )
-_LENGTH_PENALTY = "no penalty of long responses beside the reward; subtract it in compute_score"
+_OTHER_LOSSES = Ignored("of losses that are not here; see actor.policy_loss.loss_mode")
 _REWARD_MODEL = "rewards come from a function (reward.custom_reward_function), not a model"
 _MTP = "multi-token prediction is neither trained nor used by the engine"
 
@@ -91,7 +92,6 @@ VERL: dict[str, Outcome] = {
     "data.use_shm": Ignored("files are read where they are"),
     "data.trust_remote_code": Ignored("model.trust_remote_code holds for the tokenizer as well"),
     "data.validation_shuffle": Ignored("no result depends on the order of validation rows"),
-    "data.gen_batch_size": Refused("as many prompts are rolled out as trained on"),
     "data.train_max_samples": only(-1, "all rows are used; give a shorter file"),
     "data.val_max_samples": only(-1, "all rows are used; give a shorter file"),
     "data.custom_cls.path": Refused("pass train_dataset to RayPPOTrainer in Python"),
@@ -134,18 +134,21 @@ VERL: dict[str, Outcome] = {
     "critic.model.override_config": Refused("edit config.json in the folder critic.path"),
     "critic.model": Ignored("the critic is trained whole, in the way that `model` says"),
     # actor, critic, reference
-    "actor.policy_loss.loss_mode": only("vanilla", "only the clipped PPO loss is supported"),
-    "actor.policy_loss": Ignored("of losses other than the clipped PPO loss"),
-    "actor.tau_pos": Ignored("of losses other than the clipped PPO loss"),
-    "actor.tau_neg": Ignored("of losses other than the clipped PPO loss"),
-    "actor.loss_scale_factor": Refused("see actor.loss_agg_mode for the ways to average"),
+    "actor.policy_loss.clip_cov_ratio": _OTHER_LOSSES,
+    "actor.policy_loss.clip_cov_lb": _OTHER_LOSSES,
+    "actor.policy_loss.clip_cov_ub": _OTHER_LOSSES,
+    "actor.policy_loss.kl_cov_ratio": _OTHER_LOSSES,
+    "actor.policy_loss.ppo_kl_coef": _OTHER_LOSSES,
+    "actor.policy_loss.dro_beta": _OTHER_LOSSES,
+    "actor.policy_loss.rollout_correction": Ignored("see algorithm.rollout_correction"),
+    "actor.tau_pos": _OTHER_LOSSES,
+    "actor.tau_neg": _OTHER_LOSSES,
     "actor.calculate_entropy": Ignored("the entropy is always measured"),
     "actor.calculate_sum_pi_squared": only(False, "no estimator here needs it"),
     "actor.freeze_vision_tower": _TEXT_ONLY,
     "actor.use_prefix_grouper": only(False, "each response is packed with its prompt"),
     "critic.enable": Ignored("the critic is on when algorithm.adv_estimator is gae"),
     "critic.shuffle": Ignored("the critic goes through the samples once an epoch, in their order"),
-    "critic.loss_scale_factor": Refused("see critic.loss_agg_mode for the ways to average"),
     "critic.forward_max_token_len_per_gpu": Ignored("see critic.ppo_max_token_len_per_gpu"),
     "critic.forward_micro_batch_size_per_gpu": Ignored("see critic.ppo_micro_batch_size_per_gpu"),
     "critic.forward_micro_batch_size": Ignored("see critic.ppo_micro_batch_size_per_gpu"),
@@ -225,9 +228,8 @@ VERL: dict[str, Outcome] = {
     ),
     "reward.reward_manager.source": only("register", "name compute_score in a file of your own"),
     "reward.reward_manager": Ignored("see reward.custom_reward_function"),
-    "reward.reward_kwargs.overlong_buffer_cfg.enable": only(False, _LENGTH_PENALTY),
-    "reward.reward_kwargs.overlong_buffer_cfg": Ignored("has a part only with its enable=true"),
-    "reward.reward_kwargs.max_resp_len": Ignored("has a part only in the penalty of long ones"),
+    "reward.reward_kwargs.max_resp_len": Ignored("follows data.max_response_length"),
+    "reward.overlong_buffer.log": Ignored("reward/overlong/mean is always logged"),
     "reward.reward_kwargs": Refused("give them to compute_score in its own file"),
     "reward.custom_reward_function.reward_kwargs": Refused("give them in the function's own file"),
     "reward.reward_model.enable": only(False, _REWARD_MODEL),
@@ -235,12 +237,6 @@ VERL: dict[str, Outcome] = {
     "reward.sandbox_fusion.url": Refused("code runs where compute_score sends it"),
     "reward.sandbox_fusion": Ignored("has a part only with its url"),
     # algorithm
-    "algorithm.filter_groups.enable": only(False, "groups of equal scores stay in the batch"),
-    "algorithm.filter_groups": needs("algorithm.filter_groups.enable=true"),
-    "algorithm.rollout_correction.rollout_is": Refused("no importance weights of the engine"),
-    "algorithm.rollout_correction.rollout_rs": Refused("no sample is rejected"),
-    "algorithm.rollout_correction.bypass_mode": only(False, "old log-probs are the trainer's"),
-    "algorithm.rollout_correction": Ignored("has a part only with rollout_is or rollout_rs"),
     "algorithm.use_pf_ppo": only(False, "no sample is drawn again"),
     "algorithm.pf_ppo": needs("algorithm.use_pf_ppo=true"),
 }
@@ -253,7 +249,6 @@ for _role in ("actor", "critic", "ref"):
         f"{_role}.data_loader_seed": Ignored("data.seed draws the order of mini-batches"),
         f"{_role}.entropy_from_logits_with_chunking": Ignored("see megatron.use_fused_kernels"),
         f"{_role}.entropy_from_logits_chunk_size": Ignored("see megatron.use_fused_kernels"),
-        f"{_role}.checkpoint": _CHECKPOINT,
         f"{_role}.profiler": _PROFILER,
         f"{_role}.fsdp_config": _FSDP,
         f"{_role}.grad_clip": _FSDP,
@@ -262,3 +257,11 @@ for _role in ("actor", "critic", "ref"):
         f"{_role}.ppo_micro_batch_size": _over_all_gpus(f"{_role}.ppo_micro_batch_size"),
         f"{_role}.log_prob_micro_batch_size": _over_all_gpus(f"{_role}.log_prob_micro_batch_size"),
     }
+VERL |= {
+    **dict.fromkeys(("critic.checkpoint", "ref.checkpoint"), _CHECKPOINT),
+    "critic.checkpoint.async_save": Ignored("follows actor.checkpoint.async_save"),
+    **{
+        f"actor.checkpoint.{name}": _CHECKPOINT
+        for name in ("save_contents", "load_contents", "mbridge_config", "strict")
+    },
+}

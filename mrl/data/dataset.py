@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.config.schema import DataConfig
 from mrl.data.files import Row, RowFiles
 from mrl.data.pairs import PairRows, PreferencePair, split_pair
-from mrl.data.render import PromptRenderer, media_columns, refuse_media
+from mrl.data.render import PromptRenderer, as_unicode, media_columns, refuse_media
 from mrl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,30 @@ def scan_with_progress(
         for first, batch in rows.scan(columns):
             yield first, batch
             progress.advance(task, len(batch))
+
+
+def source_of(row: Mapping[str, Any], key: str, where: str) -> str:
+    """Give a row's data source, "" for none.
+
+    Raises:
+        ValueError: naming the row, if it is no text.
+    """
+    source = row.get(key)
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"{where}: {key} is {source!r}, expected a string")
+    return as_unicode(source or "", f"{where}: {key}")
+
+
+def mapping_of(row: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Give a row's column of named values, empty for none.
+
+    Raises:
+        ValueError: naming the row, if it is of another kind.
+    """
+    value = row.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {key} is {value!r}, expected an object with named values")
+    return value or {}
 
 
 class RLHFDataset:
@@ -116,9 +140,9 @@ class RLHFDataset:
             uid=uid,
             token_ids=tuple(ids),
             text=text,
-            data_source=row.get(self._config.reward_fn_key) or "",
-            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
-            extra_info=row.get("extra_info") or {},
+            data_source=source_of(row, self._config.reward_fn_key, where),
+            ground_truth=mapping_of(row, "reward_model", where).get("ground_truth"),
+            extra_info=mapping_of(row, "extra_info", where),
         )
 
     def _text(self, row: Mapping[str, Any], where: str) -> str:
@@ -195,13 +219,12 @@ class RLHFDataset:
             for i, row in enumerate(batch, start=first):
                 if not kept[i]:
                     continue
-                source = row.get(source_key)
+                where = self._rows.where(i)
+                source = source_of(row, source_key, where)
                 if source not in known_sources:
-                    unknown.setdefault(repr(source), []).append(i)
-                elif (row.get("reward_model") or {}).get("ground_truth") is None:
-                    raise ValueError(
-                        f"{self._rows.where(i)} has no reward_model.ground_truth; {way_out}"
-                    )
+                    unknown.setdefault(repr(row.get(source_key)), []).append(i)
+                elif mapping_of(row, "reward_model", where).get("ground_truth") is None:
+                    raise ValueError(f"{where} has no reward_model.ground_truth; {way_out}")
         if unknown:
             found = "; ".join(
                 f"{source_key} {source} ({self._rows.where(rows[0])}, {len(rows)} rows in all)"

@@ -9,11 +9,12 @@ what was written.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -82,14 +83,16 @@ def _without_none(value: Any) -> Any:
 class _Table:
     """A decoded row group."""
 
-    def __init__(self, table: pa.Table, messages: frozenset[str]) -> None:
+    def __init__(self, path: Path, block: int, table: pa.Table, messages: frozenset[str]) -> None:
+        self._path, self._block = path, block
         self._table = table
         self._messages = messages
         self.nbytes = table.nbytes
 
     def row(self, index: int) -> Row:
         """Build one row of Python objects."""
-        return _plain(self._table.slice(index, 1), self._messages)[0]
+        with _readable(self._path, self._block):
+            return _plain(self._table.slice(index, 1), self._messages)[0]
 
 
 def _plain(table: pa.Table | pa.RecordBatch, messages: frozenset[str]) -> list[Row]:
@@ -100,20 +103,31 @@ def _plain(table: pa.Table | pa.RecordBatch, messages: frozenset[str]) -> list[R
     ]
 
 
+@contextlib.contextmanager
+def _readable(path: Path, block: int | None = None) -> Iterator[None]:
+    """Name the file, and the row group, that Arrow cannot read."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        place = "" if block is None else f" in row group {block}"
+        raise ValueError(f"{path} is not a readable parquet file{place}: {error}") from error
+
+
 class _Parquet:
     """A parquet file; its blocks are the row groups."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with _readable(path):
             self._file = pq.ParquetFile(path, memory_map=True)
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+            schema = self._file.schema_arrow
         metadata = self._file.metadata
         self.counts: Sequence[int] = [
             metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)
         ]
-        schema = self._file.schema_arrow
+        if len(set(schema.names)) < len(schema.names):
+            twice = next(n for n, count in Counter(schema.names).items() if count > 1)
+            raise ValueError(f"{path} has two columns named {twice!r}")
         self._messages = frozenset(field.name for field in schema if _is_messages(field.type))
 
     def columns(self) -> Sequence[str]:
@@ -122,17 +136,37 @@ class _Parquet:
 
     def read(self, block: int) -> _Table:
         """Decode a row group."""
-        return _Table(self._file.read_row_group(block), self._messages)
+        with _readable(self.path, block):
+            table = self._file.read_row_group(block)
+        return _Table(self.path, block, table, self._messages)
 
     def scan(self, block: int, columns: Sequence[str] | None) -> Iterator[list[Row]]:
         """Stream a row group in batches, reading the named columns only."""
         wanted = self.columns() if columns is None else [c for c in self.columns() if c in columns]
-        for batch in self._file.iter_batches(_LINES, row_groups=[block], columns=list(wanted)):
-            yield _plain(batch, self._messages)
+        batches = self._file.iter_batches(_LINES, row_groups=[block], columns=list(wanted))
+        while True:
+            with _readable(self.path, block):
+                batch = next(batches, None)
+                rows = [] if batch is None else _plain(batch, self._messages)
+            if batch is None:
+                return
+            yield rows
 
     def tail_bytes(self) -> int:
         """Size of the footer: schema, and sizes and statistics of all row groups."""
         return int(self._file.metadata.serialized_size)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    """Make an object; one of two values of a key would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return row
+
+
+_parse = json.JSONDecoder(object_pairs_hook=_object).decode
 
 
 class _Lines:
@@ -144,13 +178,13 @@ class _Lines:
 
     def row(self, index: int) -> Row:
         """Parse one line."""
+        where = f"{self._reader.path} row {self._first + index}"
         try:
-            row = json.loads(self._lines[index])
-        except ValueError as error:
-            where = f"{self._reader.path} row {self._first + index}"
+            # utf-8-sig: Windows marks a file's start; json would guess UTF-16 from a NUL.
+            row = _parse(self._lines[index].decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            where = f"{self._reader.path} row {self._first + index}"
             raise ValueError(f"{where} is a JSON {type(row).__name__}, expected an object")
         return row
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError)
+from mrl.data.limits import limited
+
+_TEMPLATE_S = 60.0  # for one conversation, which takes milliseconds
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -30,7 +31,8 @@ def refuse_media(row: Mapping[str, Any], prompt: str | Chat, where: str) -> None
         for message in prompt:
             content = message.get("content")
             if isinstance(content, list):
-                found += [str(p.get("type")) for p in content if p.get("type") != "text"]
+                kinds = [p.get("type") if isinstance(p, Mapping) else "text" for p in content]
+                found += [str(kind) for kind in kinds if kind != "text"]
     if found:
         raise ValueError(
             f"{where}: {', '.join(found)} given, the model is text-only; remove the column or "
@@ -68,7 +70,7 @@ class PromptRenderer:
             if not prompt.strip():
                 raise ValueError(f"{where}: the prompt is empty")
             if not self._has_template:
-                return prompt
+                return as_unicode(prompt, f"{where}: the prompt")
             return self.chat_text([{"role": "user", "content": prompt}], where)
         chat = as_chat(prompt, where)
         if not any(message.get("content") or message.get("tool_calls") for message in chat):
@@ -87,30 +89,36 @@ class PromptRenderer:
                 "(chat_template.jinja in the model folder) or use plain strings"
             )
         try:
-            return self._apply(chat, add_generation_prompt)
-        except _TEMPLATE_ERRORS as error:
+            text = self._apply(chat, add_generation_prompt)
+        except TimeoutError as error:
+            raise ValueError(
+                f"{where}: the chat template took more than {_TEMPLATE_S:.0f} s: does it end?"
+            ) from error
+        except Exception as error:  # a program of the model's: it raises what it likes
             number = self._first_refused(chat)
             role = chat[number].get("role")
             raise ValueError(
                 f"{where}: the chat template refuses message {number} with role {role!r}: {error}"
             ) from error
+        return as_unicode(text, f"{where}: the prompt")
 
     def _apply(self, chat: Chat, add_generation_prompt: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                [dict(message) for message in chat],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._kwargs,
+        with limited(_TEMPLATE_S):
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(message) for message in chat],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._kwargs,
+                )
             )
-        )
 
     def _first_refused(self, chat: Chat) -> int:
         """Find the message that breaks the rendering: the end of the shortest refused start."""
         for end in range(1, len(chat)):
             try:
                 self._apply(chat[:end], add_generation_prompt=False)
-            except _TEMPLATE_ERRORS:
+            except Exception:
                 return end - 1
         return len(chat) - 1
 
@@ -138,6 +146,22 @@ class PromptRenderer:
             return tuple(ids[:limit])
         bos = tuple(ids[:1]) if self._bos is not None else ()
         return bos + tuple(ids[len(ids) - (limit - len(bos)) :])
+
+
+def as_unicode(text: str, what: str) -> str:
+    """Check that a text has none but whole characters: JSON can spell halves of a pair.
+
+    Raises:
+        ValueError: naming `what` and the half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"{what} has {half!a} at character {error.start}, half of a surrogate pair: no text"
+        ) from error
+    return text
 
 
 def as_chat(value: object, where: str) -> Chat:

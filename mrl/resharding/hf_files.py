@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -111,6 +111,34 @@ class HFWriter:
         self.write_rest()
         self._transport.gather(None)
 
+    def collect(self) -> Callable[[], None]:
+        """Copy this rank's files to the host; give what writes them, for any thread to call.
+
+        The folder is complete when all ranks have called it.
+        """
+        held: list[dict[str, Tensor]] = []
+        for index in range(self.rounds):
+            resharder, tensors = self.round(index)
+            resharder.run()
+            held.append({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+
+        def write() -> None:
+            for index in range(self.rounds):
+                self.save(index, held[index])
+                held[index] = {}
+            self.write_rest()
+
+        return write
+
+    @property
+    def own_files(self) -> list[Path]:
+        """List the files that this rank writes, once they are there."""
+        own = [self._folder / shard.file for shard in self.shards if shard.rank == self._rank]
+        if self._rank == self._src.ranks[0]:  # others write weights meanwhile
+            rest = (path for path in self._folder.iterdir() if path.suffix != ".safetensors")
+            own += [path for path in rest if not path.name.startswith(".")]
+        return own
+
     def round(self, index: int) -> tuple[Resharder, dict[str, Tensor]]:
         """Prepare a round: the resharder to run, and the tensors that it fills on this rank."""
         shards = self._shards_of_round(index)
@@ -144,6 +172,7 @@ class HFWriter:
         """Write index, config.json and tokenizer files, on the first rank."""
         if self._rank != self._src.ranks[0]:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)
         if self.shards[0].file != SINGLE_FILE:
             index = {
                 "metadata": {"total_size": sum(i.num_bytes for i in self._tensors.values())},

@@ -12,12 +12,17 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ComputeScore = Callable[..., Any]
+
+# The hard limit of the sample that is being scored, for functions that give parts of it away.
+sample_limit_s: ContextVar[float] = ContextVar("sample_limit_s", default=30.0)
 
 # The built-in sources and the module that registers each; loaded at the first use, because
 # reasoning-gym and math-verify take seconds to import.
@@ -29,6 +34,13 @@ _BUILT_IN: Mapping[str, str] = {
     "lighteval/MATH": "mrl.rewards.math",
     "DigitalLearningGmbH/MATH-lighteval": "mrl.rewards.math",
     "HuggingFaceH4/MATH-500": "mrl.rewards.math",
+    "math_dapo": "mrl.rewards.math",
+    "aime": "mrl.rewards.math",
+    "code": "mrl.rewards.code",
+    "codecontests": "mrl.rewards.code",
+    "apps": "mrl.rewards.code",
+    "codeforces": "mrl.rewards.code",
+    "taco": "mrl.rewards.code",
 }
 _FUNCTIONS: dict[str, ComputeScore] = {}
 
@@ -114,7 +126,8 @@ def load_custom(path: str | Path, name: str) -> ComputeScore:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"reward.custom_reward_function.path: {file} is not a file")
-    spec = importlib.util.spec_from_file_location("mrl_custom_reward", file)
+    name_of_file = f"mrl_custom_reward_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name_of_file, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"reward.custom_reward_function.path: {file} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)

@@ -18,14 +18,15 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from types import TracebackType
 
 import psutil
 
-from mrl.config.schema import CustomRewardConfig
+from mrl.config.schema import CustomRewardConfig, RewardComponentConfig
 from mrl.rewards.registry import ScoreItem
+from mrl.rewards.verdict import Component
 from mrl.types import Score
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ _STDERR = 2
 class _Worker:
     """One scoring process and the items that it holds; the first of them is being scored."""
 
-    def __init__(self, custom: tuple[str, str] | None, timeout_s: float) -> None:
+    def __init__(
+        self, custom: tuple[str, str] | None, timeout_s: float, components: Sequence[Component]
+    ) -> None:
         self._timeout_s = timeout_s
         self.connection, far = multiprocessing.Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -53,7 +56,7 @@ class _Worker:
             )
         self.items: deque[tuple[int, ScoreItem]] = deque()
         self.deadline = math.inf
-        self.connection.send((timeout_s, custom))
+        self.connection.send((timeout_s, custom, components))
 
     def wait_ready(self) -> None:
         """Wait until the custom function is loaded.
@@ -114,13 +117,21 @@ class _Worker:
 class RewardRunner:
     """A pool of scoring processes; a context manager, for one thread at a time."""
 
-    def __init__(self, custom: CustomRewardConfig, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        custom: CustomRewardConfig,
+        num_workers: int,
+        timeout_s: float,
+        components: Mapping[str, RewardComponentConfig] | None = None,
+    ) -> None:
         """Start the pool, so that a broken custom function is known now.
 
         Args:
             custom: the user's function; with `path=None` the registry decides by data source.
             num_workers: processes, at least 1.
-            timeout_s: hard limit of one sample in seconds.
+            timeout_s: hard limit of one sample in seconds, all its components together.
+            components: several rewards by name, whose weighted sum is the score; None or empty:
+                one function, the user's or the registry's.
 
         Raises:
             ValueError: if a number is out of range or the custom function does not load.
@@ -130,11 +141,12 @@ class RewardRunner:
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s is {timeout_s}, expected seconds above 0")
         self._custom = (os.path.abspath(custom.path), custom.name) if custom.path else None
+        self._components = [_component(*named) for named in (components or {}).items()]
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         try:
             for _ in range(num_workers):
-                self._workers.append(_Worker(self._custom, timeout_s))
+                self._workers.append(_Worker(self._custom, timeout_s, self._components))
             for worker in self._workers:
                 worker.wait_ready()
         except BaseException:
@@ -228,8 +240,13 @@ class RewardRunner:
         (index, _), *waiting = self._workers[slot].items
         scores[index] = failure
         todo.extendleft(reversed(waiting))
-        self._workers[slot] = _Worker(self._custom, self._timeout_s)
+        self._workers[slot] = _Worker(self._custom, self._timeout_s, self._components)
         self._workers[slot].wait_ready()
+
+
+def _component(name: str, config: RewardComponentConfig) -> Component:
+    custom = (os.path.abspath(config.path), config.name) if config.path else None
+    return Component(name, config.weight, custom, config.data_source)
 
 
 def _report_unscored(scores: Sequence[Score]) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.masks import loss_mask, masked_row_sums
+from mrl.algorithms.mismatch import mismatch
 from mrl.algorithms.token_rewards import is_scored, score_tensors
 from mrl.batching.experience import Experience
 from mrl.types import Ragged, Repeated, Score
-
-_CHUNK = 1 << 16  # tokens whose intermediate results stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class ScoredBatch:
     truncated: tuple[bool, ...]  # [N] the response was cut at the limit
     mask: Ragged  # bool
     rollout_log_probs: Ragged  # float32, by the engine
-    old_log_probs: Ragged  # float32, by the trainer
+    old_log_probs: Ragged | None  # float32, by the trainer; None: it computed none
     token_rewards: Ragged  # float32
     advantages: Ragged  # float32
     returns: Ragged  # float32
@@ -43,7 +42,7 @@ class ScoredBatch:
         experience: Experience,
         max_prompt_length: int,
         scores: tuple[Score, ...],
-        old_log_probs: Ragged,
+        old_log_probs: Ragged | None,
         token_rewards: Ragged,
         advantages: Ragged,
         returns: Ragged,
@@ -86,7 +85,11 @@ def summarise_batch(batch: ScoredBatch) -> dict[str, float]:
             "prompt_length/clip_ratio",
             [length >= batch.max_prompt_length for length in batch.prompt_lengths],
         ),
-        **_mismatch(batch),
+        **(
+            mismatch(batch.rollout_log_probs, batch.old_log_probs, batch.mask)
+            if batch.old_log_probs is not None
+            else {}
+        ),
         **_reward_metrics(batch.scores),
         **_group_metrics(batch.uids, values, scored),
     }
@@ -157,27 +160,6 @@ def _critic_metrics(batch: ScoredBatch, live: Ragged) -> dict[str, float]:
         unexplained = (returns - values).var() / (returns.var() + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - unexplained)
     return metrics
-
-
-def _mismatch(batch: ScoredBatch) -> dict[str, float]:
-    """Compare the engine's log-probs of the sampled tokens with the trainer's."""
-    columns = (batch.rollout_log_probs, batch.old_log_probs, batch.mask)
-    everything = _all(batch.mask)
-    count, totals, highest = 0, torch.zeros(2, dtype=torch.float64), torch.zeros(2)
-    for engine, trainer, live in zip(*(c.chunks(_CHUNK) for c in columns), strict=True):
-        if not everything:
-            engine, trainer = engine[live], trainer[live]
-        if engine.numel():
-            gaps = torch.stack((engine.exp() - trainer.exp(), engine - trainer)).abs_()
-            count += engine.numel()
-            totals += gaps.sum(1)
-            highest = torch.maximum(highest, gaps.amax(1))
-    found = {}
-    for index, name in enumerate(("rollout_probs_diff", "rollout_log_probs_diff")):
-        if count:
-            found[f"training/{name}_mean"] = float(totals[index]) / count
-            found[f"training/{name}_max"] = float(highest[index])
-    return found
 
 
 def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -32,6 +32,7 @@ class Timers:
         self._start = self._mark = clock()
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
+        self.failed_phase = "rest"  # the innermost that an exception has left
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -43,6 +44,10 @@ class Timers:
         try:
             yield
             self._synchronize()
+        except BaseException:
+            if self.failed_phase == "rest":
+                self.failed_phase = phase
+            raise
         finally:
             self._charge()
             self._open.pop()

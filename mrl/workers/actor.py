@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from mrl.algorithms.correction import factors
 from mrl.algorithms.losses import entropy_loss, kl_loss, policy_loss
 from mrl.algorithms.reductions import Max, Mean, Metric, Sum
 from mrl.types import Cuts, PolicyBatch, Ragged, Sequences
@@ -47,6 +48,10 @@ class Actor:
         }
         if batch.ref_log_probs is not None:
             metrics["actor/kl_loss"] = Sum(sums["kl_loss"])
+            metrics["actor/kl_coef"] = Max(self.spec.kl_loss_coef)
+        if "shares" in sums:
+            metrics["rollout_corr/rollout_is_mean"] = Mean(sums["shares"], tokens)
+            metrics["rollout_corr/rollout_rs_masked_fraction"] = Mean(sums["rejected"], tokens)
         return metrics
 
     def supervise(self, batch: PolicyBatch, cuts: Cuts) -> Mapping[str, Metric] | None:
@@ -61,8 +66,20 @@ class Actor:
         }
 
     def save(self, folder: Path) -> tuple[str, ...]:
-        """Write the Hugging Face weights and this rank's optimizer state; give the files seen."""
+        """Write weights and optimizer state; give this rank's files."""
         return self.engine.save(folder)
+
+    def begin_save(self, folder: Path) -> None:
+        """Start what `save` does, in the background."""
+        self.engine.begin_save(folder)
+
+    def is_saved(self) -> bool:
+        """Say whether this rank has nothing left to write."""
+        return self.engine.is_saved()
+
+    def finish_save(self) -> tuple[str, ...]:
+        """Wait for the end of what `begin_save` began; give this rank's files."""
+        return self.engine.finish_save()
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
@@ -73,15 +90,24 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropies = output
         spec = self.spec
-        weights = batch.weights.values
+        weights, old = batch.weights.values, batch.old_log_probs.values
+        advantages, lengths = batch.advantages.values, batch.weights.lengths
+        corrected = {}
+        if spec.correction is not None and spec.correction.acts:
+            log_ratios = log_probs.detach() - old
+            shares = factors(log_ratios, weights != 0, lengths, spec.correction)
+            advantages = advantages * shares
+            corrected = {"shares": shares.sum(), "rejected": ((shares == 0) & (weights != 0)).sum()}
         policy = policy_loss(
             log_probs,
-            batch.old_log_probs.values,
-            batch.advantages.values,
+            old,
+            advantages,
             weights,
             spec.clip_low,
             spec.clip_high,
             spec.clip_c,
+            spec.loss_mode,
+            lengths,
         )
         entropy = entropy_loss(entropies, weights)
         loss = policy.loss - spec.entropy_coeff * entropy
@@ -92,6 +118,7 @@ class Actor:
             "clipped_lower": policy.clipped_lower,
             "kl": policy.kl,
             "tokens": policy.num_tokens,
+            **corrected,
         }
         if batch.ref_log_probs is not None:
             reference = batch.ref_log_probs.values

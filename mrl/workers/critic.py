@@ -38,8 +38,20 @@ class Critic:
         }
 
     def save(self, folder: Path) -> tuple[str, ...]:
-        """Write weights, value head and this rank's optimizer state; give the files seen."""
+        """Write weights and optimizer state; give this rank's files."""
         return self.engine.save(folder)
+
+    def begin_save(self, folder: Path) -> None:
+        """Start what `save` does, in the background."""
+        self.engine.begin_save(folder)
+
+    def is_saved(self) -> bool:
+        """Say whether this rank has nothing left to write."""
+        return self.engine.is_saved()
+
+    def finish_save(self) -> tuple[str, ...]:
+        """Wait for the end of what `begin_save` began; give this rank's files."""
+        return self.engine.finish_save()
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

@@ -52,7 +52,19 @@ class RankPool(Protocol):
 
 
 class WorkerError(RuntimeError):
-    """A rank failed: its rank, the call and the remote traceback."""
+    """A rank failed: its rank, the call and the remote traceback.
+
+    `cause` is one line, `evidence` the traceback or log that belongs above it. A `lasting` one is
+    of wrong input, which another try would meet again.
+    """
+
+    def __init__(self, cause: str, evidence: str = "", lasting: bool = False) -> None:
+        super().__init__(f"{evidence}\n{cause}" if evidence else cause)
+        self.cause, self.evidence, self.lasting = cause, evidence, lasting
+
+    def within(self, where: str) -> WorkerError:
+        """Say where it happened, in front of the cause."""
+        return WorkerError(f"{where}{self.cause}", self.evidence, self.lasting)
 
 
 def call_all(pool: RankPool, ranks: range, role: str, method: str, *args: Any) -> list[Any]:
@@ -135,9 +147,22 @@ class TrainGroup:
 
         Raises OSError when a rank wrote what this process cannot see.
         """
-        for rank, files in enumerate(
-            call_all(self.pool, self.ranks.all, self.role, "save", folder)
-        ):
+        self._check_seen(folder, call_all(self.pool, self.ranks.all, self.role, "save", folder))
+
+    def begin_save(self, folder: Path) -> None:
+        """Start what `save` does; training may go on meanwhile, but no other save."""
+        call_all(self.pool, self.ranks.all, self.role, "begin_save", folder)
+
+    def is_saved(self) -> bool:
+        """Say whether all ranks have written what was begun, or one has failed to."""
+        return all(call_all(self.pool, self.ranks.all, self.role, "is_saved"))
+
+    def finish_save(self, folder: Path) -> None:
+        """Wait for the end of what was begun; raises as `save`."""
+        self._check_seen(folder, call_all(self.pool, self.ranks.all, self.role, "finish_save"))
+
+    def _check_seen(self, folder: Path, answers: Sequence[Sequence[str]]) -> None:
+        for rank, files in enumerate(answers):
             lost = [file for file in files if not (folder / file).is_file()]
             if lost:
                 raise OSError(

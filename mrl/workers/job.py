@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from mrl.config import Config, RunPlan
+from mrl.config.bounds import parse_correction
 from mrl.config.plan import spread
 from mrl.config.roles import role_settings, rollout_ranks, trainer_ranks
 from mrl.config.schema import LoraConfig
@@ -18,8 +19,9 @@ from mrl.resharding.report import source_layout, target_layout
 from mrl.resharding.slots import choose_slots
 from mrl.types import Batching
 from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup, call_all
+from mrl.workers.launched import run_under_launcher, serve_rank
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RankInfo, RoleSpec, RolloutSpec
-from mrl.workers.spmd import SpawnedPool, run_under_launcher, serve_rank
+from mrl.workers.spmd import SpawnedPool
 
 Control = Callable[[RankPool], None]
 
@@ -71,7 +73,7 @@ def job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
 
 def training_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpec:
     """Cut the job of actor, critic and reference, as `job_spec` does, without an engine."""
-    actor = config.actor
+    actor, correction = config.actor, config.algorithm.rollout_correction
     return JobSpec(
         actor=_role(config, plan, "actor", total_steps),
         policy_loss=PolicyLossSpec(
@@ -81,6 +83,8 @@ def training_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpe
             entropy_coeff=actor.entropy_coeff,
             kl_loss_coef=actor.kl_loss_coef,
             kl_loss_type=actor.kl_loss_type,
+            loss_mode=_loss_mode(config),
+            correction=parse_correction(correction) if correction.bypass_mode else None,
         ),
         critic=_enabled(config, plan, "critic", total_steps),
         cliprange_value=config.critic.cliprange_value,
@@ -92,8 +96,17 @@ def training_job_spec(config: Config, plan: RunPlan, total_steps: int) -> JobSpe
         ranks_per_node=config.trainer.n_gpus_per_node,
         seed=config.trainer.seed,
         timeout_s=config.trainer.fault_timeout_s,
+        hang_timeout_s=config.trainer.hang_timeout_s,
         deterministic=config.trainer.full_determinism,
     )
+
+
+def _loss_mode(config: Config) -> str:
+    """Name the loss; REINFORCE is the policy gradient as it is, weighed by the correction."""
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "reinforce":
+        return "gpg"
+    return config.actor.policy_loss.loss_mode
 
 
 def _engine_slots(config: Config, plan: RunPlan) -> tuple[int, ...] | None:
@@ -226,6 +239,9 @@ def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> N
     ranks are not those of the config.
     """
     if config.trainer.launcher == "ray":
+        if not os.environ.get("RAY_ADDRESS"):
+            # Ray reads it at import: a cluster of this host alone then listens on loopback only.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         from mrl.workers.ray import RayPool  # ray is optional
 
         ray_pool = RayPool(plan.world_size, spec)
@@ -234,7 +250,7 @@ def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> N
         finally:
             ray_pool.close()
     elif launcher_environment(os.environ):
-        _run_launched(plan, spec, control)
+        _run_launched(plan, spec, control, config.trainer.max_restarts)
     else:
         if config.trainer.nnodes > 1:
             raise ValueError(
@@ -249,12 +265,18 @@ def run_job(config: Config, plan: RunPlan, spec: JobSpec, control: Control) -> N
             pool.close()
 
 
-def _run_launched(plan: RunPlan, spec: JobSpec, control: Control) -> None:
+def _run_launched(plan: RunPlan, spec: JobSpec, control: Control, max_restarts: int) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != plan.world_size:
         raise ValueError(
             f"the launcher started {world_size} ranks (WORLD_SIZE), the config asks for "
             f"{plan.world_size} (trainer.nnodes * trainer.n_gpus_per_node): make them equal"
+        )
+    theirs = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if max_restarts not in (0, theirs):
+        raise ValueError(
+            f"trainer.max_restarts is {max_restarts}, but the launcher restarts ranks {theirs} "
+            "times: under torchrun give --max-restarts (MAX_RESTARTS for launch/torchrun.sh)"
         )
 
     def run(make_pool: Callable[[JobSpec], RankPool]) -> None:

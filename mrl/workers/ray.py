@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
 from typing import Any
 
 import ray
@@ -15,26 +19,32 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.workers.group import WorkerError
+from mrl.workers.hangs import ANSWER_S, CallClocks, Late, explain_hang, own_stack, patience
+from mrl.workers.meeting import LOOPBACK, loopback_store
+from mrl.workers.pool import last_error
 from mrl.workers.specs import JobSpec
 from mrl.workers.spmd import rank_environment
+from mrl.workers.wire import WRONG_INPUT
 
 _GRACE_S = 1.0  # after a first failure: time for the death that caused it to be seen
 _ROOM_S = 60.0  # for Ray to find a host with room for each node of the job
+_ASK, _STACK = "hang/ask", "hang/stack/"  # keys of the store that ranks meet at
 
 
 @ray.remote
 class _Rank:
     """One rank's roles in an actor."""
 
-    def hostname(self) -> str:
-        """Name the host that Ray has put this rank on."""
-        return socket.gethostname()
+    def place(self) -> tuple[str, int]:
+        """Name the host that Ray has put this rank on, and its process."""
+        return socket.gethostname(), os.getpid()
 
     def build(self, spec: JobSpec, host: str, port: int) -> str:
         """Join the job and build the roles; gives the rank's device, in words."""
         from mrl.workers.host import WorkerHost
 
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        threading.Thread(target=_tell_stack, args=(host, port), daemon=True).start()
         self.host = WorkerHost(spec, dist.TCPStore(host, port))
         return self.host.binding()
 
@@ -56,6 +66,8 @@ class RayPool:
         Raises WorkerError with the first cause when a rank fails.
         """
         self.world_size = world_size
+        self._hang_s, self._collective_s = spec.hang_timeout_s, spec.timeout_s
+        self._clocks = CallClocks()
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
             address = os.environ.get("RAY_ADDRESS")
@@ -74,7 +86,11 @@ class RayPool:
 
     def _start(self, spec: JobSpec) -> None:
         host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = (
+            loopback_store()
+            if host == LOOPBACK
+            else dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        )
         gpus = 1 if spec.device == "cuda" else 0
         node_size = min(self.world_size, spec.ranks_per_node)
         self._places = _reserve(self.world_size // node_size, node_size, gpus)
@@ -103,8 +119,8 @@ class RayPool:
             ).remote()
             self._actors.append(actor)
         self._names = [f"rank {rank}" for rank in range(self.world_size)]
-        hosts = self.wait(self._on_all("hostname"))
-        self._names = [f"rank {rank} on {name}" for rank, name in enumerate(hosts)]
+        self._hosts = self.wait(self._on_all("place"))
+        self._names = [f"rank {rank} on {host}" for rank, (host, _) in enumerate(self._hosts)]
         for binding in self.wait(self._on_all("build", spec, host, self._store.port)):
             print(binding)  # Ray keeps what the actors themselves print
 
@@ -113,23 +129,77 @@ class RayPool:
         if args is not self._stored[0]:
             self._stored = (args, ray.put(args))
         ref = self._actors[rank].call.remote(role, method, self._stored[1])
-        return _future(self._names[rank], f"{role}.{method}", ref)
+        return self._future(rank, f"{role}.{method}", ref)
 
     def _on_all(self, method: str, *args: Any) -> list[Future[Any]]:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
-        return [_future(name, method, ref) for name, ref in zip(self._names, refs, strict=True)]
+        return [self._future(rank, method, ref) for rank, ref in enumerate(refs)]
 
     def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Give all results in order, or raise the first cause as soon as one fails."""
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        failed = [f for f in done if f.exception() is not None]
-        if failed:
+        waiting = set(futures)
+        while waiting and not any(f.done() and f.exception() is not None for f in futures):
+            _, waiting = wait(waiting, patience(self._hang_s), return_when=FIRST_EXCEPTION)
+            if late := self._clocks.late(self._hang_s):
+                raise self._hang(late, f"trainer.hang_timeout_s={self._hang_s:g}")
+        if any(f.exception() is not None for f in futures if f.done()):
             time.sleep(_GRACE_S)
-            errors = [f.exception() for f in futures if f.done() and f.exception() is not None]
+            errors = [f.exception() for f in futures if f.done()]
             # A dead process is the cause of its peers' broken connections.
-            errors.sort(key=lambda error: not isinstance(error, _RankDied))
-            raise WorkerError(str(errors[0])) from None
+            failures = sorted(
+                (error for error in errors if isinstance(error, _RankFailed)),
+                key=lambda failure: not failure.died,
+            )
+            raise self._awaited(failures[0]) or failures[0] from None
         return [future.result() for future in futures]
+
+    def _awaited(self, failure: _RankFailed) -> WorkerError | None:
+        """Find a rank that kept its peers waiting until their collective ran out of time."""
+        late = self._clocks.late(self._collective_s / 2)
+        if failure.died or failure.after_s < self._collective_s or not late:
+            return None
+        return self._hang(late, f"trainer.fault_timeout_s={self._collective_s:g}")
+
+    def _hang(self, late: Sequence[Late], limit: str) -> WorkerError:
+        """Ask ranks that are late what they do, by way of the store that they met at."""
+        self._store.set(_ASK, "")
+        stacks: dict[int, str] = {}
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline and len(stacks) < len(late):
+            for rank in {one.rank for one in late} - set(stacks):
+                if self._store.check([f"{_STACK}{rank}"]):
+                    stacks[rank] = self._store.get(f"{_STACK}{rank}").decode()
+            time.sleep(0.05)
+        names = {one.rank: self._names[one.rank] for one in late}
+        hang = explain_hang(late, stacks, names, limit)
+        for rank in {one.rank for one in late} - set(stacks):
+            host, pid = self._hosts[rank]
+            if host == socket.gethostname():  # elsewhere it is Ray's to end
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # a stopped actor hears nothing else
+        return WorkerError(hang.cause, hang.evidence)
+
+    def _future(self, rank: int, name: str, ref: Any) -> Future[Any]:
+        """Wrap a Ray reference; failures name the rank, its host and the call."""
+        future: Future[Any] = Future()
+        who = self._names[rank]
+        self._clocks.asked(rank, name)
+
+        def relay(source: Future[Any]) -> None:
+            seconds, error = self._clocks.answered(rank), source.exception()
+            if error is None:
+                future.set_result(source.result())
+            elif isinstance(error, ray.exceptions.RayActorError):
+                told = " ".join(str(error).split())
+                future.set_exception(_RankFailed(f"{who} ended during {name}: {told}", died=True))
+            else:
+                lasting = isinstance(error, WRONG_INPUT)  # Ray gives errors their own class too
+                text = f"{who} failed in {name}: {last_error(str(error))}"
+                trace = f"{who} in {name}:\n{str(error).rstrip()}"
+                future.set_exception(_RankFailed(text, trace, lasting, after_s=seconds))
+
+        ref.future().add_done_callback(relay)
+        return future
 
     def close(self) -> None:
         """End the actors, and the cluster if this pool started it."""
@@ -160,22 +230,26 @@ def _reserve(nodes: int, node_size: int, gpus: int) -> PlacementGroup:
     return places
 
 
-class _RankDied(WorkerError):
-    """The actor's process is gone."""
+class _RankFailed(WorkerError):
+    """One rank's failure; `died` if the actor's process is gone."""
+
+    def __init__(
+        self,
+        cause: str,
+        evidence: str = "",
+        lasting: bool = False,
+        died: bool = False,
+        after_s: float = 0.0,
+    ) -> None:
+        super().__init__(cause, evidence, lasting)
+        self.died, self.after_s = died, after_s
 
 
-def _future(who: str, name: str, ref: Any) -> Future[Any]:
-    """Wrap a Ray reference; failures name the rank, its host and the call."""
-    future: Future[Any] = Future()
-
-    def relay(source: Future[Any]) -> None:
-        error = source.exception()
-        if error is None:
-            future.set_result(source.result())
-        elif isinstance(error, ray.exceptions.RayActorError):
-            future.set_exception(_RankDied(f"{who} ended during {name}: {error}"))
-        else:
-            future.set_exception(WorkerError(f"{who} failed in {name}:\n{error}"))
-
-    ref.future().add_done_callback(relay)
-    return future
+def _tell_stack(host: str, port: int) -> None:
+    """Wait until the driver asks what this rank does, and tell it."""
+    store = dist.TCPStore(host, port)  # of this thread: the rank's own may be waited at
+    try:
+        store.wait([_ASK], timedelta(days=365))
+        store.set(f"{_STACK}{os.environ['RANK']}", own_stack())
+    except dist.DistError:
+        return  # the job is over

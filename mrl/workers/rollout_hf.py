@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from mrl.resharding.layout import Layout, Piece, TensorInfo, whole
 from mrl.types import Sample, SamplingParams
@@ -28,7 +38,7 @@ class HFEngine:
         self.tokenizer = AutoTokenizer.from_pretrained(
             spec.tokenizer_path, trust_remote_code=spec.trust_remote_code
         )
-        self.stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.tokenizer)
+        self.stop_ids = _stop_ids(Path(spec.path), self.model.generation_config, self.tokenizer)
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, policy_version: int
@@ -54,6 +64,7 @@ class HFEngine:
             tokens[i, width - len(ids) :] = torch.tensor(ids, device=self.device)
             attention[i, width - len(ids) :] = 1
         greedy = sampling.temperature == 0
+        strings = _StopStrings(self.tokenizer, sampling.stop, width, len(rows))
         output = self.model.generate(
             input_ids=tokens,
             attention_mask=attention,
@@ -64,8 +75,7 @@ class HFEngine:
             max_new_tokens=sampling.max_tokens,
             eos_token_id=list(self.stop_ids),
             pad_token_id=pad,
-            stop_strings=list(sampling.stop) or None,
-            tokenizer=self.tokenizer if sampling.stop else None,
+            stopping_criteria=StoppingCriteriaList([strings] if sampling.stop else []),
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -75,30 +85,25 @@ class HFEngine:
             logits = logits / sampling.temperature
         chosen = output.sequences[:, width:, None]
         log_probs = logits.log_softmax(-1).gather(-1, chosen)[..., 0].cpu()
-        return [
-            self._sample(uid, ids, responses[i].tolist(), log_probs[i].tolist(), policy_version)
-            for i, (uid, ids) in enumerate(rows)
-        ]
-
-    def _sample(
-        self,
-        uid: str,
-        prompt: tuple[int, ...],
-        response: list[int],
-        log_probs: list[float],
-        policy_version: int,
-    ) -> Sample:
-        ends = [i for i, token in enumerate(response) if token in self.stop_ids]
-        length = ends[0] + 1 if ends else len(response)
-        return Sample(
-            uid,
-            prompt,
-            tuple(response[:length]),
-            tuple(log_probs[:length]),
-            self.tokenizer.decode(response[:length], skip_special_tokens=True),
-            "stop" if ends else "length",
-            policy_version,
-        )
+        samples = []
+        for i, (uid, ids) in enumerate(rows):
+            response = responses[i].tolist()
+            ends = [k + 1 for k, token in enumerate(response) if token in self.stop_ids][:1]
+            ends += [end for end in strings.ends[i : i + 1] if end is not None]
+            length = min(ends, default=len(response))
+            text = self.tokenizer.decode(response[:length], skip_special_tokens=True)
+            samples.append(
+                Sample(
+                    uid,
+                    ids,
+                    tuple(response[:length]),
+                    tuple(log_probs[i, :length].tolist()),
+                    text[: strings.start(text)],
+                    "stop" if ends else "length",
+                    policy_version,
+                )
+            )
+        return samples
 
     def params(self) -> Mapping[str, Tensor]:
         """Give the model's parameters; a tied head is the embedding and appears once."""
@@ -139,7 +144,45 @@ class HFEngine:
         """Do nothing."""
 
 
-def _stop_ids(configured: int | list[int] | None, tokenizer: AutoTokenizer) -> tuple[int, ...]:
+class _StopStrings(StoppingCriteria):
+    """Ends rows at stop strings as vLLM does, and remembers where.
+
+    What `generate` does itself also looks at the prompt's end, and a row that it ends is filled
+    with padding, which may be a stop token that was never drawn.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], width: int, rows: int
+    ) -> None:
+        """Watch for `strings` in what follows the prompts, `width` tokens wide."""
+        self.tokenizer, self.strings, self.width = tokenizer, strings, width
+        self.ends: list[int | None] = [None] * rows  # response tokens up to the string's last one
+        # a character takes up to four tokens: its bytes
+        self.window = 4 * max(map(len, strings), default=0)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Say which rows are at their end."""
+        tail = input_ids[:, max(self.width, input_ids.shape[1] - self.window) :]
+        texts = self.tokenizer.batch_decode(tail, skip_special_tokens=True)
+        for i, text in enumerate(texts):
+            if self.ends[i] is None and self.start(text) is not None:
+                self.ends[i] = input_ids.shape[1] - self.width
+        done = [end is not None for end in self.ends]
+        return torch.tensor(done, device=input_ids.device)
+
+    def start(self, text: str) -> int | None:
+        """Find where the first stop string of a text begins; None without one."""
+        return min((text.index(string) for string in self.strings if string in text), default=None)
+
+
+def _stop_ids(
+    folder: Path, of_the_model: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """List the tokens that end a response: those of generation_config.json, as vLLM reads it."""
+    config = of_the_model
+    if (folder / "generation_config.json").is_file():
+        config = GenerationConfig.from_pretrained(folder)
+    configured = config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     known = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
     if not known:

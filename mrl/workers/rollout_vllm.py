@@ -42,6 +42,8 @@ from mrl.workers.rollout_routing import RoutingReader
 from mrl.workers.specs import RolloutSpec
 
 _GIB = 1024**3
+_FINISHED = ("stop", "length")
+_SHOWN = 8  # prompts that a message names
 # The one adapter, which is never read from a path: its tensors are handed over in memory.
 _ADAPTER = LoRARequest("actor", 1, lora_path="in memory")
 
@@ -116,7 +118,7 @@ class VLLMEngine:
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for _, ids in requests]
         adapter = _ADAPTER if self._lora is not None else None
         outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
-        answers = [answer for output in outputs for answer in output.outputs]
+        answers = _answers(requests, outputs, sampling.n)
         texts = [answer.text for answer in answers]
         if not sampling.stop:
             ids = [list(answer.token_ids) for answer in answers]
@@ -233,6 +235,36 @@ class VLLMEngine:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _answers(
+    requests: Sequence[Request], outputs: Sequence[vllm.RequestOutput], n: int
+) -> list[vllm.outputs.CompletionOutput]:
+    """List `n` answers a request, in order.
+
+    Raises RuntimeError, naming the prompts, when vLLM gave some up or answered others: a group
+    that lacks a response would be compared with itself.
+    """
+    if [list(ids) for _, ids in requests] != [list(o.prompt_token_ids or ()) for o in outputs]:
+        answered = {tuple(output.prompt_token_ids or ()) for output in outputs}
+        lost = [uid for uid, ids in requests if tuple(ids) not in answered]
+        raise RuntimeError(
+            f"vLLM answered {len(outputs)} of {len(requests)} prompts, or in another order; "
+            f"without an answer: {', '.join(lost[:_SHOWN]) or 'none'}"
+        )
+    failed = [
+        f"{uid} ({len(output.outputs)} of {n}: "
+        f"{', '.join(sorted({str(a and a.finish_reason) for a in output.outputs}))})"
+        for (uid, _), output in zip(requests, outputs, strict=True)
+        if len(output.outputs) != n
+        or any(a is None or a.finish_reason not in _FINISHED for a in output.outputs)
+    ]
+    if failed:
+        raise RuntimeError(
+            f"vLLM did not finish {len(failed)} of {len(requests)} prompts: "
+            f"{', '.join(failed[:_SHOWN])}"
+        )
+    return [answer for output in outputs for answer in output.outputs]
 
 
 def _adapter_settings(spec: RolloutSpec) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from mrl.config.bounds import Correction
 from mrl.config.roles import computes_alike
 from mrl.config.schema import (
     LoraConfig,
@@ -40,6 +42,9 @@ class PolicyLossSpec:
     entropy_coeff: float
     kl_loss_coef: float
     kl_loss_type: str
+    loss_mode: str = "vanilla"  # a name in POLICY_LOSSES
+    # of each micro-batch by its own log-probs, where the old ones are the engine's; None: none
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class JobSpec:
     trainer_ranks: range | None = None  # with actor, critic, reference: the first; None: all
     rollout_ranks: range | None = None  # with the engine: the last of the job; None: all
     deterministic: bool = False  # training computes the same bits every time
+    hang_timeout_s: float = math.inf  # longest that a rank may be at one call
 
     @property
     def ref_is_actors_base(self) -> bool:

@@ -100,7 +100,7 @@ class WeightSync:
         if self.memory:
             self.memory.enter(READ)
         if self.rollout:
-            self.rollout.engine.wake_weights()
+            self.rollout.wake_weights()
             if self.rollout.sleeps or (self.memory and self.memory.moves_params):
                 for route in self._routes():
                     route.mover.remapped()
@@ -121,7 +121,7 @@ class WeightSync:
                     self.rollout.engine.adapt(self._adapter.target)
                 self.rollout.engine.written()
                 # A cache computed with the old weights would give wrong log-probs.
-                self.rollout.engine.wake_cache()
+                self.rollout.wake_cache()
             self.rollout.version = version
         return stats
 

@@ -24,7 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from mrl.workers.hangs import own_stack
+
 AUTHKEY_BYTES = 32
+WRONG_INPUT = (ValueError, FileNotFoundError)  # of a user: what another try would meet again
 _LARGE_BYTES = 1 << 16  # from here on an array travels beside its pickle
 
 
@@ -57,15 +60,33 @@ class Reply:
     number: int
     value: Any
     failure: str | None
+    lasting: bool = False  # the failure is of wrong input: another try would meet it again
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as `Call` does."""
-        return Reply, (self.number, self.value, self.failure)
+        return Reply, (self.number, self.value, self.failure, self.lasting)
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
     """The controller has no more calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The controller lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStack:
+    """The controller wants to know what a rank that is late does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a rank does: the stack of the thread that serves calls."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +165,39 @@ def connect(address: tuple[str, int], authkey: bytes, rank: int) -> Connection:
     return connection
 
 
-def serve(connection: Connection, call: Callable[[str, str, tuple[Any, ...]], Any]) -> None:
+def serve(
+    connection: Connection,
+    call: Callable[[str, str, tuple[Any, ...]], Any],
+    silence_s: float | None = None,
+    on_silence: Callable[[], None] = lambda: None,
+) -> None:
     """Answer calls in order until the controller says goodbye.
+
+    After `silence_s` without a word of the controller (None: never) the rank calls `on_silence`
+    and ends.
 
     A failed call is reported with its traceback and then the rank waits to be ended: its peers
     may hang in a collective, and the first cause must reach the controller before their echoes.
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sending = threading.Lock()
 
     def read() -> None:
         # A thread of its own: the controller must never block on a rank that is busy.
         try:
             while True:
-                message = receive(connection)
-                if isinstance(message, Goodbye):
-                    inbox.put((message, ()))
-                    return
-                inbox.put((message, receive(connection)))
+                if not connection.poll(silence_s):
+                    on_silence()
+                    os._exit(1)
+                match message := receive(connection):
+                    case Goodbye():
+                        inbox.put((message, ()))
+                        return
+                    case AskStack():
+                        with sending:
+                            send(connection, Stack(own_stack()))
+                    case Call():
+                        inbox.put((message, receive(connection)))
         except (EOFError, OSError):
             # Without a controller there is nothing to finish: end at once, even in a collective.
             os._exit(1)
@@ -172,13 +209,16 @@ def serve(connection: Connection, call: Callable[[str, str, tuple[Any, ...]], An
             return
         try:
             value = call(message.role, message.method, args)
-        except BaseException:
+        except BaseException as error:
             # Process edge: whatever it was, the controller is told which rank and call it hit.
             traceback.print_exc()
             sys.stderr.flush()
-            send(connection, Reply(message.number, None, traceback.format_exc()))
+            lasting = isinstance(error, WRONG_INPUT)
+            with sending:
+                send(connection, Reply(message.number, None, traceback.format_exc(), lasting))
             threading.Event().wait()
-        send(connection, Reply(message.number, value, None))
+        with sending:
+            send(connection, Reply(message.number, value, None))
 
 
 def die_with_parent() -> None:

@@ -23,13 +23,19 @@ def ragged(*rows: list[float] | list[bool]) -> Ragged:
     return Ragged.from_rows([torch.tensor(row) for row in rows])
 
 
-def inputs(uids: str, scores: list[float | None], mask: Ragged | None = None) -> AdvantageInputs:
+def inputs(
+    uids: str,
+    scores: list[float | None],
+    mask: Ragged | None = None,
+    baselines: list[float] | None = None,
+) -> AdvantageInputs:
     """One row a letter of `uids`; None is unscored."""
     mask = mask or ragged(*([True, True] for _ in uids))
     scored = torch.tensor([s is not None for s in scores])
     values = torch.tensor([NAN if s is None else s for s in scores])
     rewards = token_rewards(values, scored, mask, None, 0.0)
-    return AdvantageInputs(tuple(uids), values, scored, mask, rewards, None)
+    greedy = None if baselines is None else torch.tensor(baselines)
+    return AdvantageInputs(tuple(uids), values, scored, mask, rewards, None, greedy)
 
 
 def row_advantages(name: str, given: AdvantageInputs, config: AlgorithmConfig = CONFIG):
@@ -61,7 +67,7 @@ def test_rloo_compares_with_the_mean_of_the_others():
     assert first(rows) == pytest.approx([0.0, -4.5, 4.5])
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_groups_follow_the_uid_whatever_the_order_of_rows(name: str):
     scores = {"a": [1.0, 0.0, 0.25], "b": [5.0, 6.0, 9.0]}
     together = row_advantages(name, inputs("aaabbb", scores["a"] + scores["b"]))
@@ -70,13 +76,13 @@ def test_groups_follow_the_uid_whatever_the_order_of_rows(name: str):
     assert mixed == [together[i] for i in order]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("scores", [[0.1] * 7, [1.0] * 4, [0.3, 0.3], [1e6 + 0.1] * 3])
 def test_a_constant_group_gets_exactly_zero(name: str, scores: list[float]):
     assert set(first(row_advantages(name, inputs("a" * len(scores), scores)))) == {0.0}
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_a_group_of_one_gets_zero_and_a_warning(name: str):
     with pytest.warns(UserWarning, match="1 of 2 groups have one scored response"):
         rows = row_advantages(name, inputs("abb", [5, 0, 1]))
@@ -89,7 +95,7 @@ def test_an_unscored_row_gets_zero_and_leaves_the_others_alone():
     assert first(rows) == pytest.approx([0.5773, 0.0, -1.1547, 0.5773], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 @pytest.mark.filterwarnings("ignore:1 of 1 groups")
 def test_groups_without_any_score_are_zero(name: str):
     assert first(row_advantages(name, inputs("aa", [None, None]))) == [0.0, 0.0]
@@ -199,7 +205,7 @@ def test_gae_without_values_is_refused():
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'grpo2', expected one of \['gae', 'grpo', 'rloo'\]"):
+    with pytest.raises(ValueError, match=r"'grpo2', expected one of \['gae', 'grpo', 'opo', "):
         compute_advantages("grpo2", inputs("a", [1]), CONFIG)
 
 
@@ -216,6 +222,7 @@ def test_what_lies_at_masked_positions_changes_nothing(name: str, planted: float
             mask,
             ragged([0.0, 1.0, filler], [filler, 0.0], [0.5]),
             ragged([0.1, 0.2, filler], [filler, 0.3], [0.4]),
+            torch.tensor([0.5, 0.5, 0.5]),
         )
         return compute_advantages(name, given, CONFIG)
 
@@ -231,7 +238,7 @@ def test_an_empty_batch_gives_empty_columns(name: str):
     empty = Ragged.from_rows([])
     nothing = torch.zeros(0, dtype=torch.bool)
     mask = Ragged(nothing, empty.lengths)
-    given = AdvantageInputs((), torch.zeros(0), nothing, mask, empty, empty)
+    given = AdvantageInputs((), torch.zeros(0), nothing, mask, empty, empty, torch.zeros(0))
     assert compute_advantages(name, given, CONFIG).advantages.values.shape == (0,)
 
 

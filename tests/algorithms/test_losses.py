@@ -85,6 +85,8 @@ def test_sequence_modes_weigh_every_sequence_alike():
     mask = mask_of(1, 3)
     sums = token_weights(mask, "seq-mean-token-sum", 4, 2).values
     means = token_weights(mask, "seq-mean-token-mean", 4, 2).values
+    scaled = token_weights(mask, "seq-mean-token-sum-norm", 4, 2, 8).values
+    assert scaled.tolist() == pytest.approx([1 / 16] * 4)
     assert sums.tolist() == pytest.approx([0.5] * 4)
     assert means.tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.convert import Options, convert, parse_size
 from mrl.checkpoint.convert.draft import MARKER
-from mrl.checkpoint.convert.torch_dist import KEY_FORMS
 from mrl.cli import main
+from mrl.resharding.torch_dist import KEY_FORMS
 from tests.checkpoint.gpt_models import CONFIGS, differing, write_folder
 from tests.marks import slow_but
 from tests.ranks import ROOT, Ranks

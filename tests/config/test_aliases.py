@@ -86,7 +86,6 @@ def test_old_and_short_spellings_mean_the_same_in_overrides_and_files(load, over
         ("trainer.colocate_actor_critic=false", "not supported yet", "true"),
         ("data.filter_overlong_prompts=maybe", "filtered", "true or false"),
         ("actor_rollout_ref.actor.strategy=fsdp", "Megatron-Core", "megatron"),
-        ("actor.policy_loss.loss_mode=gspo", "clipped PPO", "vanilla"),
         ("actor_rollout_ref.model.enable_gradient_checkpointing=maybe", "again", "true or false"),
     ],
 )

@@ -251,7 +251,7 @@ def test_both_kl_switches_are_refused(refuse):
     ("override", "nearest"),
     [
         ("algorithm.adv_estimator=gpro", "grpo"),
-        ("algorithm.adv_estimator=reinforce_plus_plus", ""),
+        ("algorithm.adv_estimator=reinforce_pp", "reinforce_plus_plus"),
         ("actor.loss_agg_mode=token_mean", "token-mean"),
         ("trainer.logger=[console,tensorbord]", "tensorboard"),
         ("rollout.gpu_memory_utilization=1.5", "1"),

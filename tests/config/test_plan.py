@@ -151,8 +151,9 @@ def test_legal_but_surprising_settings_are_warned_of(plan):
         return any(word in warning for warning in plan(*overrides, text=SMALL).warnings)
 
     assert plan(text=SMALL).warnings == ()
-    assert warned("truncated distribution", "rollout.top_p=0.9")
-    assert warned("truncated distribution", "rollout.top_k=20")
+    weighed = "algorithm.rollout_correction.rollout_is=token"
+    assert warned("truncated distribution", "rollout.top_p=0.9", weighed)
+    assert warned("truncated distribution", "rollout.top_k=20", weighed)
     assert warned("group of one", "algorithm.adv_estimator=grpo")
     assert warned("runs alone", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=9")
     assert warned("is not used", "actor.use_dynamic_bsz=true")

@@ -56,7 +56,7 @@ def test_only_enabled_roles_are_shown(load):
 
 
 def test_warnings_are_printed(load):
-    text = shown(load("rollout.top_p=0.9"))
+    text = shown(load("rollout.top_p=0.9", "algorithm.rollout_correction.rollout_is=token"))
     assert "warning rollout.top_p=0.9" in text
 
 

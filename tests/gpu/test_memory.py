@@ -189,7 +189,7 @@ def test_a_precision_aware_optimizer_trains_and_resumes(
         saved = held(worker)
         worker.call("actor", "save", (tmp_path,))
         straight = step(worker, part)
-        inner = next(worker._roles["actor"].engine.trainer._inner())
+        (inner,) = worker._roles["actor"].engine.trainer.inner_optimizers
         kinds = {
             (name, value.dtype) for entry in inner.state.values() for name, value in entry.items()
         }

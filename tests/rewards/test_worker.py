@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mrl.rewards.worker import verdict
+from mrl.rewards.verdict import verdict
 
 _PARENT = """
 import sys, threading

@@ -22,7 +22,8 @@ from mrl import load_config
 from mrl.config import build_plan
 from mrl.workers.group import WorkerError, call_all
 from mrl.workers.job import run_job
-from mrl.workers.spmd import SpawnedPool, SpmdPool, rank_environment
+from mrl.workers.pool import SpmdPool
+from mrl.workers.spmd import SpawnedPool, rank_environment
 from mrl.workers.wire import connect, receive, serve
 from tests.runs import ROOT, Inputs
 from tests.workers import jobs
@@ -40,7 +41,10 @@ def call(role, method, args):
         time.sleep(args[0])
         return args[1]
     if method == "raise":
+        time.sleep(args[1] if len(args) > 1 else 0.0)
         raise KeyError(args[0])
+    if method == "refuse":
+        raise ValueError(args[0])
     if method == "meet":
         open(args[0], "w").close()
         while not os.path.exists(args[1]):

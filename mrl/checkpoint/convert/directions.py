@@ -15,12 +15,8 @@ from torch import Tensor
 from mrl.checkpoint.convert.draft import Draft, check_free, check_space, check_whole, draft_of
 from mrl.checkpoint.convert.elements import file_bytes, write_file
 from mrl.checkpoint.convert.progress import Progress, size
-from mrl.checkpoint.convert.to_huggingface import (
-    CheckpointTensors,
-    DistributedCheckpoint,
-)
+from mrl.checkpoint.convert.to_huggingface import CheckpointTensors
 from mrl.checkpoint.convert.to_megatron import CheckpointWriter
-from mrl.checkpoint.convert.torch_dist import CONFIG_FILE, KEY_FORMS, form_of, slabs
 from mrl.config.stages import layers_of_chunk
 from mrl.resharding.families import ModelShape
 from mrl.resharding.hf import (
@@ -34,6 +30,8 @@ from mrl.resharding.hf import (
 from mrl.resharding.hf_files import copy_description
 from mrl.resharding.layout import DTYPE_BYTES, TensorInfo
 from mrl.resharding.megatron import MegatronLayout
+from mrl.resharding.torch_dist import CONFIG_FILE, KEY_FORMS, form_of, slabs
+from mrl.resharding.torch_dist_files import DistributedCheckpoint
 
 DIRECTIONS = ("megatron", "hf")
 DESCRIPTION = "huggingface"  # in a Megatron checkpoint: config, tokenizer, generation settings

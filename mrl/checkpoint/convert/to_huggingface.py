@@ -2,101 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    LoadPlan,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mrl.checkpoint.convert.torch_dist import CONFIG_FILE, Part, Slab, form_of, model_keys, slabs
 from mrl.resharding.families import ModelShape
 from mrl.resharding.layout import Box, TensorInfo, volume
-
-METADATA_FILE = ".metadata"
-_DAMAGED = (RuntimeError, pickle.UnpicklingError, EOFError, OSError)
-
-
-class DistributedCheckpoint:
-    """A `torch_dist` folder, whose tensors are read in boxes."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read the metadata.
-
-        Raises ValueError for another format, and for a checkpoint whose files are cut short.
-        """
-        self.folder = folder
-        self._check_format()
-        self._reader = FileSystemReader(folder)
-        try:
-            metadata = self._reader.read_metadata()
-        except _DAMAGED as error:
-            raise ValueError(f"{folder / METADATA_FILE} cannot be read: {error}") from error
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self.tensors = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-        self._check_files()
-
-    def read(self, key: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """Read a box of a key, with all its axes.
-
-        Raises ValueError where elements are missing or cannot be read.
-        """
-        box = ChunkStorageMetadata(torch.Size(offset), torch.Size(extent))
-        items = create_read_items_for_chunk_list(key, self.tensors[key], [box])
-        held = sum(math.prod(item.lengths) for item in items)
-        if held != math.prod(extent):
-            raise ValueError(
-                f"{self.folder}: {key} at {tuple(offset)} holds {held} of {math.prod(extent)} "
-                "elements"
-            )
-        out = torch.empty(tuple(extent), dtype=self.tensors[key].properties.dtype)
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(out)).wait()
-        except _DAMAGED as error:
-            raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
-        return out
-
-    def _check_format(self) -> None:
-        path = self.folder / CONFIG_FILE
-        if not path.is_file() or not (self.folder / METADATA_FILE).is_file():
-            raise ValueError(
-                f"{self.folder}: no {CONFIG_FILE} and {METADATA_FILE}; its save was cut short, or "
-                "it is not a Megatron-Core distributed checkpoint"
-            )
-        kind = json.loads(path.read_text()).get("sharded_backend")
-        if kind != "torch_dist":
-            raise ValueError(f"{path}: sharded_backend is {kind!r}, expected 'torch_dist'")
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        for place in self._reader.storage_data.values():
-            end = place.offset + place.length
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
-        problems = []
-        for name, end in sorted(ends.items()):
-            path = self.folder / name
-            if not path.is_file():
-                problems.append(f"{name} is missing")
-            elif path.stat().st_size < end:
-                problems.append(f"{name} has {path.stat().st_size} bytes, {end} were saved")
-        if problems:
-            raise ValueError(f"{self.folder} is damaged: " + "; ".join(problems))
+from mrl.resharding.torch_dist import Part, Slab, form_of, model_keys, slabs
+from mrl.resharding.torch_dist_files import DistributedCheckpoint
 
 
 class CheckpointTensors:
@@ -154,20 +69,6 @@ class CheckpointTensors:
     def _dtype(self, name: str) -> str:
         slab, _ = self._places[name][0]
         return str(self._checkpoint.tensors[slab.key].properties.dtype).removeprefix("torch.")
-
-
-class _Into(DefaultLoadPlanner):
-    """Put what is read into one tensor."""
-
-    def __init__(self, out: Tensor) -> None:
-        super().__init__()
-        self._out = out
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return narrow_tensor_by_index(self._out, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: it is in place."""
 
 
 def _places(

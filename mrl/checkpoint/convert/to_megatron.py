@@ -29,12 +29,19 @@ from mrl.checkpoint.atomic import sync_to_disk
 from mrl.checkpoint.convert.draft import Draft
 from mrl.checkpoint.convert.elements import read_into
 from mrl.checkpoint.convert.progress import Progress
-from mrl.checkpoint.convert.torch_dist import CONFIG_FILE, KEY_FORMS, Slab, extra_states, form_of
 from mrl.resharding.hf import StoredTensor
 from mrl.resharding.layout import DTYPE_BYTES, Box, intersect, translate, volume
+from mrl.resharding.torch_dist import (
+    COMMON_STATE,
+    CONFIG_FILE,
+    FORMAT,
+    KEY_FORMS,
+    Slab,
+    extra_states,
+    form_of,
+)
+from mrl.resharding.torch_dist_files import load_plain
 
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_COMMON_STATE = "common_state/shard_0_1"
 _RECORDS = "records"
 
 
@@ -84,7 +91,7 @@ class CheckpointWriter(DefaultSavePlanner):
             progress.advance(sizes[index], is_kept)
         self._release()
         writer.finish(self.metadata, results)
-        (draft.path / CONFIG_FILE).write_text(json.dumps(_FORMAT))
+        (draft.path / CONFIG_FILE).write_text(json.dumps(FORMAT))
         for record in sorted((draft.path / _RECORDS).iterdir()):
             record.unlink()
         (draft.path / _RECORDS).rmdir()
@@ -119,7 +126,7 @@ class CheckpointWriter(DefaultSavePlanner):
 
     def _files(self, slabs: Sequence[Slab], max_bytes: int) -> Iterator[list[WriteItem]]:
         items = [self._object(key, [None]) for key in extra_states(slabs)]
-        items.append(self._object(_COMMON_STATE, [_common_state(slabs)]))
+        items.append(self._object(COMMON_STATE, [_common_state(slabs)]))
         size = 0
         for slab in slabs:
             for box in slab.cuts:
@@ -193,7 +200,7 @@ def _read_record(path: Path, folder: Path) -> list[WriteResult] | None:
     """Give what a file holds when it was written completely before, else None."""
     if not path.is_file():
         return None
-    results: list[WriteResult] = pickle.loads(path.read_bytes())
+    results: list[WriteResult] = load_plain(path.read_bytes())
     ends: dict[str, int] = {}
     for result in results:
         place = result.storage_data

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from mrl.resharding.families import ModelShape
 from mrl.types import Cuts, PolicyBatch, Ragged, Sequences, ValueBatch
+from mrl.workers.megatron import optimizer_state
 from mrl.workers.megatron.attention import Rotary
 from mrl.workers.megatron.build import Precision, build_chunks, forget_rotary_tables
 from mrl.workers.megatron.fp8 import row_multiple
@@ -26,12 +27,12 @@ from mrl.workers.megatron.moe import Experts
 from mrl.workers.megatron.offload import LOAD, READ, TRAIN, RoleMemory
 from mrl.workers.megatron.optimizer import Trainer, Update
 from mrl.workers.megatron.rows import PackedRow, RowCut, fill_blocks, pack
+from mrl.workers.megatron.saving import Saving, Written, flush
 from mrl.workers.megatron.weights import Weights
 from mrl.workers.specs import RoleSpec
 
 _WEIGHTS_FOLDER = "huggingface"
 _ADAPTER_FOLDER = "adapter"
-_OPTIMIZER_FILE = "optimizer/rank_{rank:05d}.pt"
 
 Sums = Mapping[str, Tensor]  # name to a sum over tokens or sequences, float32 scalars
 # From what the head gives (log-probs and entropies [M], or values [M]) and the micro-batch's rows
@@ -77,6 +78,7 @@ class MegatronEngine:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
         self.memory = RoleMemory(self.chunks, self.trainer, spec.layout, device)
+        self._saving: Saving | None = None
         self.config = self.chunks[0].config
         self.row_cut = RowCut(
             groups.cp,
@@ -151,24 +153,62 @@ class MegatronEngine:
         return sums, update
 
     def save(self, folder: Path) -> tuple[str, ...]:
-        """Write the weights as a Hugging Face folder and every rank's optimizer state.
+        """Write the weights as a Hugging Face folder and the optimizer state in Megatron's format.
 
-        Adapters are in those weights, and in a PEFT folder of their own. Gives the files that
-        this rank then sees below `folder`.
+        Adapters are in those weights, and in a PEFT folder of their own. Gives this rank's files,
+        which are on the disk then.
         """
-        assert self.trainer is not None
+        self.begin_save(folder, in_background=False)
+        return self.finish_save()
+
+    def begin_save(self, folder: Path, in_background: bool = True) -> None:
+        """Start what `save` does: training may go on once this returns, but no other save.
+
+        What is to be written is copied to the host first.
+        """
+        assert self.trainer is not None and self._saving is None
         self.memory.enter(READ)
-        self.weights.export(folder / _WEIGHTS_FOLDER, Path(self.spec.path))
+        own: list[Path] = []
         if self.weights.adapters is not None:
-            self.weights.adapters.save(folder / _ADAPTER_FOLDER)
-        path = folder / _OPTIMIZER_FILE.format(rank=dist.get_rank())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.trainer.save(path, self.memory.read)
-        files = (file for file in folder.rglob("*") if file.is_file())
-        return tuple(sorted(str(file.relative_to(folder)) for file in files))
+            own += self.weights.adapters.save(folder / _ADAPTER_FOLDER)
+        export = self.weights.export(
+            folder / _WEIGHTS_FOLDER, Path(self.spec.path), later=in_background
+        )
+        state = self.trainer.saved
+        chunks = state.chunks(self.weights.names(), self.weights.places, self.memory.read)
+        if in_background:
+            chunks = iter(list(chunks))
+
+        def write() -> Written:
+            files = [*own, *export()]
+            flush(files)
+            path, stored = optimizer_state.write(folder, chunks)
+            return [*files, path], stored
+
+        self._saving = Saving(folder, state.settings(self.memory.read), write, in_background)
+
+    def is_saved(self) -> bool:
+        """Say whether a save in the background has written all of this rank's, or failed."""
+        return self._saving is None or self._saving.is_done
+
+    def finish_save(self) -> tuple[str, ...]:
+        """Wait for the end of a save, complete its folder, and give this rank's files.
+
+        All ranks of the role call it together. Raises what a save in the background raised.
+        """
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        files, stored = saving.wait()
+        failed: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(failed, saving.error is not None)
+        if saving.error is not None:
+            raise saving.error
+        if not any(failed):
+            optimizer_state.complete(saving.folder, stored, saving.settings)
+        return tuple(sorted(str(file.relative_to(saving.folder)) for file in files))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, in the layout that wrote it."""
+        """Read what `save` wrote, in any layout."""
         assert self.trainer is not None
         with self.groups.active():
             self.memory.enter(LOAD)
@@ -181,7 +221,7 @@ class MegatronEngine:
                 )
             else:
                 self.weights.load(folder / _WEIGHTS_FOLDER)
-            self.trainer.load(folder / _OPTIMIZER_FILE.format(rank=dist.get_rank()))
+            self.trainer.saved.load(folder, self.weights.names(), self.weights.places)
 
     def _pack(
         self, micro_batches: Sequence[Sequences], routing: Sequence[Ragged | None]

@@ -172,9 +172,9 @@ class Adapters:
             for layer in self._layers:
                 layer.adapter.is_on = True
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter as a PEFT folder; all ranks take part."""
-        save_adapter(folder, self.layout, self.params(), self.lora, self.model_path)
+    def save(self, folder: Path) -> list[Path]:
+        """Write the adapter as a PEFT folder; all ranks take part. Gives this rank's files."""
+        return save_adapter(folder, self.layout, self.params(), self.lora, self.model_path)
 
     def load(self, folder: Path) -> None:
         """Fill A and B from a PEFT folder; raises ValueError for one that does not fit."""

@@ -25,8 +25,11 @@ from mrl.resharding.transports import Distributed
 
 def save_adapter(
     folder: Path, layout: Layout, params: Mapping[str, Tensor], lora: LoraConfig, model_path: str
-) -> None:
-    """Write a PEFT folder from what the ranks hold; all ranks of the role take part."""
+) -> list[Path]:
+    """Write a PEFT folder from what the ranks hold; all ranks of the role take part.
+
+    Gives the files that this rank wrote.
+    """
     rank, writer = dist.get_rank(), layout.ranks[0]
     files = whole_on(layout, (writer,))
     device = next(iter(params.values())).device
@@ -45,6 +48,7 @@ def save_adapter(
         config = _peft_config(lora, sorted(modules), model_path)
         (folder / PEFT_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
+    return [folder / PEFT_WEIGHTS_FILE, folder / PEFT_CONFIG_FILE] if rank == writer else []
 
 
 def load_adapter(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
-    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -28,10 +26,8 @@ from torch import Tensor
 
 from mrl.config.plan import warmup_steps
 from mrl.config.schema import MegatronConfig, OptimConfig
-from mrl.workers.megatron.shards import read_shards, write_shards
+from mrl.workers.megatron.optimizer_state import OptimizerState, inner_optimizers
 
-_PARAM, _SCALE = "param", ".scale"  # beside the names of Adam's state
-_Kind = tuple[torch.dtype, tuple[int, ...]]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -119,6 +115,7 @@ class Trainer:
             use_gloo_process_groups=False,
         )
         self.schedule = _schedule(self.optimizer, optim, total_steps)
+        self.saved = OptimizerState(self.optimizer, self.schedule)
 
     def finish_param_sync(self) -> bool:
         """Make every parameter whole before it is read outside of training; say if any was not.
@@ -139,11 +136,16 @@ class Trainer:
 
     def state(self) -> Iterator[Tensor]:
         """Give Adam's state, as far as it is made, and the parameters that Adam updates."""
-        for inner in self._inner():
+        for inner in self.inner_optimizers:
             for group in inner.param_groups:
                 yield from group["params"]
             for entry in inner.state.values():
                 yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+    @property
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Give the optimizers that step, one or one for each kind of parameter."""
+        return inner_optimizers(self.optimizer)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -171,111 +173,6 @@ class Trainer:
     def lr(self) -> float:
         """Give the learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _inner(self) -> Iterator[torch.optim.Optimizer]:
-        chained = isinstance(self.optimizer, ChainedOptimizer)
-        for part in self.optimizer.chained_optimizers if chained else [self.optimizer]:
-            if part.optimizer is not None:  # where this rank has no such parameters
-                yield part.optimizer
-
-    def save(self, path: Path, read: Callable[[Tensor], Tensor]) -> None:
-        """Write this rank's optimizer state, master weights and schedule to one file.
-
-        `read` gives a tensor's value on the CPU.
-        """
-        inners = list(self._inner())
-        parts = [
-            {
-                "groups": [_settings(group) for group in inner.param_groups],
-                "entries": [
-                    {name: (value.dtype, tuple(value.shape)) for name, value in entry.items()}
-                    for _, entry in _entries(inner)
-                ],
-            }
-            for inner in inners
-        ]
-        tensors = (
-            read(value)
-            for inner in inners
-            for _, entry in _entries(inner)
-            for value in entry.values()
-        )
-        write_shards(path, {"optimizers": parts, "schedule": self.schedule.state_dict()}, tensors)
-
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote; the weights of the model are loaded apart.
-
-        Raises ValueError when the file is missing or was written by another layout.
-        """
-        if not path.is_file():
-            count = len(list(path.parent.glob("*.pt")))
-            raise ValueError(
-                f"{path} is missing: {path.parent} holds the optimizer state of {count} ranks; "
-                "resume with the layout that saved it"
-            )
-        with read_shards(path) as (saved, read):
-            inners = list(self._inner())
-            shapes = [[tuple(param.shape) for param, _ in _entries(inner)] for inner in inners]
-            found = [[e[_PARAM][1] for e in part["entries"]] for part in saved["optimizers"]]
-            if shapes != found:
-                raise ValueError(
-                    f"{path} holds optimizer shards of another layout: found "
-                    f"{[len(f) for f in found]} tensors of {sum(map(len, found))}, expected "
-                    f"{[len(s) for s in shapes]}; resume with the layout that saved it"
-                )
-            for inner, part in zip(inners, saved["optimizers"], strict=True):
-                _check_dtypes(path, inner, part["entries"])
-                # The settings are this run's, not the saved run's; a step count is state.
-                for group, settings in zip(inner.param_groups, part["groups"], strict=True):
-                    group.update({k: v for k, v in settings.items() if k == "step"})
-                params = [param for param, _ in _entries(inner)]
-                inner.state.clear()
-                for param, entry in zip(params, part["entries"], strict=True):
-                    for name, (dtype, shape) in entry.items():
-                        _restore(inner, param, name, read(dtype, shape))
-        self.schedule.load_state_dict(saved["schedule"])
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _entries(inner: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Give each parameter with the tensors that are saved of it, itself among them."""
-    # Transformer Engine's fused Adam divides a state of less than 32 bits by a scale
-    scales = inner._scales if hasattr(inner, "_scales") else {}
-    for group in inner.param_groups:
-        for param in group["params"]:
-            found = {f"{name}{_SCALE}": scale for name, scale in scales.get(param, {}).items()}
-            yield param, {_PARAM: param, **inner.state.get(param, {}), **found}
-
-
-def _check_dtypes(
-    path: Path, inner: torch.optim.Optimizer, entries: Sequence[Mapping[str, _Kind]]
-) -> None:
-    """Raise ValueError where state was saved in other dtypes than this run's."""
-    for (param, _), entry in zip(_entries(inner), entries, strict=True):
-        wanted = {_PARAM: param.dtype}
-        if hasattr(inner, "name_to_dtype_map"):  # Transformer Engine's
-            wanted |= inner.name_to_dtype_map
-            if inner.store_param_remainders and param.dtype == torch.bfloat16:
-                wanted["master_param"] = torch.int16
-        for name, (found, _) in entry.items():
-            if name in wanted and found != wanted[name]:
-                raise ValueError(
-                    f"{path} holds {name} in {found}, this run's optimizer has {wanted[name]}; "
-                    "resume with the optim.*_dtype settings that saved it"
-                )
-
-
-def _restore(inner: torch.optim.Optimizer, param: Tensor, name: str, value: Tensor) -> None:
-    if name == _PARAM:
-        param.data.copy_(value)
-    elif name.endswith(_SCALE):
-        scales = inner._scales.setdefault(param, {})
-        scales[name.removesuffix(_SCALE)] = value.to(param.device)
-    else:  # torch counts steps on the CPU
-        inner.state[param][name] = value if name == "step" else value.to(param.device)
 
 
 def _ddp_config(layout: MegatronConfig, optim: OptimConfig) -> DistributedDataParallelConfig:

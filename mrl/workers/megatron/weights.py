@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,15 +16,17 @@ from torch import Tensor
 from mrl.resharding.families import ModelShape
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.hf_files import HFWriter, load_into
-from mrl.resharding.layout import Layout
+from mrl.resharding.layout import Layout, whole
 from mrl.resharding.lora import ADAPTER
 from mrl.resharding.megatron import MegatronLayout
 from mrl.resharding.planner import plan
+from mrl.resharding.torch_dist import slabs
 from mrl.resharding.transports import Distributed
 from mrl.resharding.vocab import padded_vocab
 from mrl.workers.megatron.build import Precision
 from mrl.workers.megatron.groups import ParallelGroups
 from mrl.workers.megatron.lora import Adapters, chunk_prefix
+from mrl.workers.megatron.places import Place, Places, alone, places
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _HEAD_PARAM = "output_layer.weight"
@@ -41,7 +44,7 @@ class Weights:
         head: str,
     ) -> None:
         """Describe the weights of a built model; every rank of the job takes part."""
-        self.chunks, self.shape, self.head = chunks, shape, head
+        self.chunks, self.shape, self.head, self.groups = chunks, shape, head, groups
         self.adapters: Adapters | None = None
         self.rank = dist.get_rank()
         self.layout: Layout = MegatronLayout(
@@ -105,24 +108,72 @@ class Weights:
             with torch.no_grad():
                 weight.copy_(stored["weight"])
 
-    def export(self, folder: Path, source: Path) -> None:
+    def names(self) -> dict[int, str]:
+        """Give the names of all parameters by their `id`, those of adapters among them."""
+        adapters = self.adapters.params() if self.adapters is not None else {}
+        return {id(param): name for name, param in {**self._all(), **adapters}.items()}
+
+    @cached_property
+    def places(self) -> Places:
+        """Say where checkpoints in Megatron's format keep what this rank holds of what is trained.
+
+        An adapter's tensors have their PEFT names there.
+        """
+        if self.adapters is not None:
+            layout = self.adapters.layout
+            every = [alone(name, info.shape) for name, info in layout.tensors.items()]
+            return places(layout, every, self.rank)
+        found = places(self.layout, slabs(self.shape), self.rank)
+        head = self._value_head()
+        if head is not None:
+            slab = alone(_HEAD_PARAM, head.shape)
+            box = whole(head.shape)
+            found[self._head_param] = [Place(box, slab, box, self._last_stage)]
+        return found
+
+    def export(
+        self, folder: Path, source: Path, later: bool = False
+    ) -> Callable[[], Collection[Path]]:
         """Write a Hugging Face folder in the parameters' dtype, adapters merged; all take part.
 
-        `source` gives config.json and the tokenizer.
+        `source` gives config.json and the tokenizer. Gives what lists this rank's files, and which,
+        `later`, writes them first, from any thread.
         """
         dtype = next(iter(self.layout.tensors.values())).dtype
         writer = HFWriter(
             folder, source, self.layout, self.rank, self.params(), Distributed(), dtype=dtype
         )
         with self.merged():
-            writer.write()
-        weight = self._value_head()
-        # every rank of the last stage holds the same head: the first of the stage writes it
-        holders: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(holders, weight is not None)
-        if weight is not None and self.rank == holders.index(True):
-            save_file({"weight": weight.detach().cpu()}, folder / VALUE_HEAD_FILE)
+            if later:
+                write: Callable[[], None] | None = writer.collect()
+            else:
+                write = None
+                writer.write()
+        weight, head = self._value_head(), folder / VALUE_HEAD_FILE
+        if weight is not None and self.rank == self._last_stage:
+            kept = {"weight": weight.detach().to("cpu", copy=True)}
+        else:
+            kept = {}
+
+        def finish() -> Collection[Path]:
+            if write is not None:
+                write()
+            if kept:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(kept, head)
+            return [*writer.own_files, *([head] if kept else [])]
+
+        if later:
+            return finish
+        files = finish()
         dist.barrier()
+        return lambda: files
+
+    @property
+    def _last_stage(self) -> int:
+        """Give the first rank of the last stage, on all of whose ranks the same value head is."""
+        groups = self.groups
+        return (groups.pp - 1) * groups.tp * groups.cp * groups.dp
 
     def _value_head(self) -> Tensor | None:
         if self.head != "value":

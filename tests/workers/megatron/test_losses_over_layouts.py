@@ -65,7 +65,7 @@ def learn(ranks: Ranks, world: int, path: Path, where: MegatronConfig, cut: Batc
             for mask in MASKS:
                 for mode in sorted(AGGREGATIONS):
                     kept = live(rows, mask)
-                    weights = token_weights(kept, mode, *loss_counts(kept))
+                    weights = token_weights(kept, mode, *loss_counts(kept), 7)
                     policy = replace(policy_batch(rows, log_probs), weights=weights)
                     value = replace(value_batch(rows, values), weights=weights)
                     found[name, mask, mode] = {

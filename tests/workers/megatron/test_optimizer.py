@@ -84,56 +84,6 @@ def test_a_resumed_run_is_an_uninterrupted_one(
         half = weights_of(tmp_path / "half" / part)
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
         assert not all(torch.equal(half[key], wanted[key]) for key in wanted)
-        assert optimizer_files(tmp_path / "resumed" / part) == 2
-
-
-def optimizer_files(checkpoint: Path) -> int:
-    return len(list((checkpoint / "optimizer").glob("rank_*.pt")))
-
-
-@pytest.fixture(scope="module")
-def saved_by_tp2(ranks: Ranks, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    spec = job(role(qwen2, layout(tp=2)))
-    with ranks.job(2, spec) as pool:
-        group(pool, spec.actor).save(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("world", "where"),
-    [
-        (1, layout()),
-        (2, layout(pp=2)),
-        *(
-            pytest.param(world, where, marks=pytest.mark.slow)
-            for world, where in ((2, layout()), (4, layout(tp=2)), (4, layout(tp=4)))
-        ),
-    ],
-    ids=["one", "pp2", "dp2", "tp2-dp2", "tp4"],
-)
-def test_optimizer_state_of_another_layout_is_refused(
-    world: int, where: Any, ranks: Ranks, qwen2: Path, saved_by_tp2: Path
-) -> None:
-    spec = job(role(qwen2, where))
-    with (
-        ranks.job(world, spec) as pool,
-        pytest.raises(WorkerError, match=r"ValueError: .*optimizer.*resume with the layout"),
-    ):
-        group(pool, spec.actor).load(saved_by_tp2)
-
-
-def test_missing_optimizer_state_is_an_error(
-    ranks: Ranks, qwen2: Path, saved_by_tp2: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "huggingface").symlink_to(saved_by_tp2 / "huggingface")
-    spec = job(role(qwen2, layout(tp=2)))
-    with (
-        ranks.job(2, spec) as pool,
-        pytest.raises(WorkerError, match=r"rank_0000\d\.pt is missing: .* of 0 ranks"),
-    ):
-        group(pool, spec.actor).load(tmp_path)
-
 
 def rates(optim: OptimConfig, total_steps: int, count: int) -> list[float]:
     from mrl.workers.megatron.optimizer import _schedule
@@ -175,7 +125,7 @@ def test_learning_rates(changes: dict[str, Any], wanted: list[float]) -> None:
 
 def state_of(engine: Any) -> list[Tensor]:
     tensors = [param.detach().clone() for param in engine.chunks[0].parameters()]
-    for inner in engine.trainer._inner():
+    for inner in engine.trainer.inner_optimizers:
         for state in inner.state.values():
             tensors += [torch.as_tensor(value).clone() for value in state.values()]
     return [

@@ -23,7 +23,7 @@ HALF = layout(dtype="bfloat16")
 
 def dtypes(host: WorkerHost) -> dict[str, set[torch.dtype]]:
     trainer = host._roles["actor"].engine.trainer
-    chunks, inner = trainer.chunks, list(trainer._inner())
+    chunks, inner = trainer.chunks, trainer.inner_optimizers
     params = [param for chunk in chunks for param in chunk.parameters()]
     adams = [state for part in inner for state in part.state.values()]
     return {
@@ -50,7 +50,7 @@ def test_what_training_sums_up_is_float32(distributed: bool, ranks: Ranks, qwen2
 
 def share_beyond_bfloat16(host: WorkerHost) -> float:
     """Give the share of master weights that no bfloat16 weight could hold."""
-    inner = host._roles["actor"].engine.trainer._inner()
+    inner = host._roles["actor"].engine.trainer.inner_optimizers
     masters = [p.detach() for part in inner for g in part.param_groups for p in g["params"]]
     beyond = sum(int((p != p.bfloat16().float()).sum()) for p in masters)
     return beyond / sum(p.numel() for p in masters)

@@ -19,6 +19,8 @@ from mrl.resharding.layout import Box, Piece, volume, whole
 from mrl.resharding.megatron import MegatronLayout
 
 CONFIG_FILE = "metadata.json"  # written last: a checkpoint without it was cut short
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}  # what it holds
+COMMON_STATE = "common_state/shard_0_1"  # the key of what is no tensor
 
 # What `sharded_state_dict(metadata=...)` asks for to get each form; {} or None is `stacked`, and
 # `per_layer` where dense and expert layers alternate.
