@@ -85,6 +85,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
         assert not all(torch.equal(half[key], wanted[key]) for key in wanted)
 
+
 def rates(optim: OptimConfig, total_steps: int, count: int) -> list[float]:
     from mrl.workers.megatron.optimizer import _schedule
 
