@@ -185,7 +185,9 @@ class Joined(Ragged):
 
     def _between(self, first: int, last: int, start: int, stop: int) -> Tensor:
         rows = chain.from_iterable(self._rows[first:last])
-        joined = np.concatenate([_as_numpy(self._like), *rows])
+        like = _as_numpy(self._like)
+        # without the dtype a row of another width would be read as other numbers below
+        joined = np.concatenate([like, *rows], dtype=like.dtype, casting="same_kind")
         return torch.from_numpy(joined).view(self._like.dtype)
 
     def _pieces(self) -> Sequence[_Pieces]:
@@ -246,6 +248,9 @@ class AtEnd(ByRow):
         filled = self.lengths > 0
         values[self.lengths.cumsum(0)[filled] - 1] = self.numbers[filled]
         return values
+
+    def _between(self, first: int, last: int, start: int, stop: int) -> Tensor:
+        return AtEnd(self.numbers[first:last], self.lengths[first:last]).values
 
     def row_sums(self, dtype: torch.dtype | None = None) -> Tensor:
         """Sum each row, [N], in a dtype (None: that of the numbers)."""

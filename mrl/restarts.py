@@ -7,14 +7,19 @@ Under torchrun a failed rank ends the controller too, so there torchrun tries ag
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from itertools import count
 from threading import Event
 
-from mrl.checkpoint.folder import CheckpointFolder, Latest
+from mrl.checkpoint.atomic import write_atomically
+from mrl.checkpoint.folder import CheckpointFolder, Found, Latest
 from mrl.config.schema import TrainerConfig
 from mrl.workers.group import WorkerError
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_STARTED = ".started_by_torchrun"
 
 
 def with_restarts(run: Callable[[int], None], allowed: int, stop: Event) -> None:
@@ -43,10 +48,33 @@ def resume_point(folder: CheckpointFolder, trainer: TrainerConfig, tries: int) -
     Another try goes on from what the ones before it have saved, whatever the mode. Raises as
     `CheckpointFolder.resume_point`.
     """
-    tries += int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and _was_started(folder):
+        tries += 1
     first = folder.resume_point(trainer.resume_mode, trainer.resume_from_path)
     if not tries:
         return first
     latest = folder.latest()  # the first try has set aside what was later than its start
     start = first.found.step if first.found else -1
     return latest if latest.found is not None and latest.found.step > start else first
+
+
+def start_from(folder: CheckpointFolder, found: Found | None) -> None:
+    """Set aside what is later than a run's start, and note it for torchrun's further tries.
+
+    A try of torchrun's that failed before this has set nothing aside: what it left there is of
+    another run.
+    """
+    folder.set_aside(found.step if found else -1)
+    if _RUN_ID in os.environ:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.root / _STARTED, _job())
+
+
+def _was_started(folder: CheckpointFolder) -> bool:
+    path = folder.root / _STARTED
+    return path.is_file() and path.read_text(encoding="utf-8") == _job()
+
+
+def _job() -> str:
+    """Name the torchrun agent that starts this process again and again."""
+    return f"{os.environ.get(_RUN_ID, '')} {socket.gethostname()} {os.getppid()}\n"

@@ -26,7 +26,7 @@ from mrl.config import (
 )
 from mrl.data import SFTDataset
 from mrl.interrupts import stop_requests
-from mrl.restarts import resume_point, with_restarts
+from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers, throughput_metrics
 from mrl.workers.group import RankPool
@@ -71,8 +71,13 @@ class SFTTrainer:
             print(f"not resuming from {skipped.path}: {skipped.reason}")
         found = latest.found
         if found is not None:
+            if TrainerState.load(found.path).stream:
+                raise ValueError(
+                    f"{found.path} is of a run with rewards: train into another "
+                    f"trainer.default_local_dir, with model.path={found.path}/actor/huggingface"
+                )
             check_changes(found.path, self.config)
-        self.checkpoints.set_aside(found.step if found else -1)
+        start_from(self.checkpoints, found)
         if found is not None and found.step >= self.total_steps:
             print(f"nothing to train: {found.path} is step {found.step} of {self.total_steps}")
             return

@@ -38,7 +38,7 @@ from mrl.credit import Credit
 from mrl.data import PromptStream, RLHFDataset, StreamState
 from mrl.generation import Generator
 from mrl.interrupts import stop_requests
-from mrl.restarts import resume_point, with_restarts
+from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
@@ -152,7 +152,7 @@ class RayPPOTrainer:
                     f"trainer.default_local_dir, with model.path={found.path}/actor/huggingface"
                 )
             check_changes(found.path, self.config)
-        self.checkpoints.set_aside(found.step if found else -1)
+        start_from(self.checkpoints, found)
         return found
 
     def _resume(self, roles: Roles, found: Found | None) -> TrainerState:
@@ -286,6 +286,8 @@ class _Run:
             validation = self._validate(step)
         with timer("save_checkpoint"):
             self._save(step)
+        if rules.alarm_action == "stop":
+            self.saver.finish()  # what was saved stays saved
         sound_alarm(step, summary.result(), rules)
         self.recorder.step(step, {
             **summary.result(),
@@ -344,7 +346,7 @@ class _Run:
         metrics = self.validator(step)
         if metrics:
             name = self.config.trainer.best_metric
-            self.state = self.state.with_validation(best_value(metrics, name))
+            self.state = self.state.with_validation(best_value(metrics, name), name)
         return metrics
 
     def _save(self, step: int) -> None:

@@ -91,6 +91,10 @@ class Sample:
         object.__setattr__(self, "prompt_ids", Numbers(self.prompt_ids, np.int32))
         object.__setattr__(self, "response_ids", Numbers(self.response_ids, np.int32))
         object.__setattr__(self, "log_probs", Numbers(self.log_probs, np.float32))
+        if len(self.log_probs) != len(self.response_ids):
+            raise ValueError(
+                f"{self.uid}: {len(self.log_probs)} log-probs for {len(self.response_ids)} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mrl import RayPPOTrainer, load_config
 from mrl.checkpoint.folder import CheckpointFolder
 from mrl.config import build_plan
 from mrl.config.schema import TrainerConfig
-from mrl.restarts import resume_point, with_restarts
+from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.workers.group import WorkerError
 from mrl.workers.job import run_job
 from tests.runs import Inputs, Recording, overrides, rollouts_of, steps_of
@@ -112,12 +112,26 @@ def test_another_try_goes_on_from_what_the_ones_before_have_saved(
     trainer = replace(TrainerConfig(), resume_mode=mode, resume_from_path=path)
     folder = checkpoint(tmp_path / "run", *saved_before)
     first = resume_point(folder, trainer, 0).found
-    folder.set_aside(first.step if first else -1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    start_from(folder, first)
     folder = checkpoint(tmp_path / "run", *saved_since)
     found = resume_point(folder, trainer, 1).found
     assert (found.step if found else None) == expected
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same after torchrun's restart
     assert resume_point(folder, trainer, 0).found == found
+
+
+def test_a_try_that_failed_before_its_start_has_left_nothing_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = replace(TrainerConfig(), resume_mode="disable")
+    folder = checkpoint(tmp_path, 500)  # of a run before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert resume_point(folder, trainer, 0).found is None
+    start_from(folder, None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert resume_point(checkpoint(tmp_path, 7), trainer, 0).found is None
 
 
 def test_restarts_that_a_launcher_will_not_do_are_refused(

@@ -100,3 +100,12 @@ def test_ranks_for_an_engine_are_refused(fit: Fit, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="has no engine"):
         fit(tmp_path / "run", *apart)
+
+
+def test_a_run_with_rewards_is_not_taken_up(fit: Fit, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    TrainerState(3, 3, 42, {"epoch": 0}, 0.0).save(folder.begin(3))
+    folder.commit(3)
+    with pytest.raises(ValueError, match="of a run with rewards"):
+        fit(tmp_path)
+    assert folder.steps() == [3]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,3 +119,11 @@ def test_sums_of_bfloat16_rows_and_of_empty_ones() -> None:
     apart = column([2, 0, 3], torch.bfloat16).select([2, 0])
     assert_equal(apart, Ragged.from_rows([apart.rows()[0], apart.rows()[1]]))
     assert apart.values.tolist() == [2.0, 3.0, 4.0, 0.0, 1.0]
+
+
+def test_rows_of_another_width_keep_their_numbers() -> None:
+    rows = [(np.array([5, 6], np.int32), np.array([7], np.int64)), (np.array([8], np.int64),)]
+    column = Joined(rows, torch.tensor([3, 1]), torch.empty(0, dtype=torch.int32))
+    assert column.values.dtype == torch.int32 and column.values.tolist() == [5, 6, 7, 8]
+    with pytest.raises(TypeError, match="same_kind"):
+        _ = Joined([(np.array([0.5]),)], torch.tensor([1]), column.values).values

@@ -34,7 +34,7 @@ def metric_of(score: Score, metric: str | None) -> float | None:
 
 
 def is_mixed(group: Sequence[Score], metric: str | None) -> bool:
-    """Tell whether a group's scored responses differ: otherwise all its advantages are 0."""
+    """Tell whether a group's scored responses differ: if not, the score teaches nothing."""
     values = [v for v in (metric_of(score, metric) for score in group) if v is not None]
     return bool(values) and min(values) < max(values)
 

@@ -27,13 +27,14 @@ _HARMFUL: Mapping[str, str] = {
 _FREE = (
     r"trainer\.(nnodes|n_gpus_per_node|device|launcher|project_name|experiment_name|logger)",
     r"trainer\.(default_local_dir|val_.*|test_freq|save_freq|log_val_generations|resume_.*)",
-    r"trainer\.(max_.*|best_metric|allow_changed|balance_batch|fault_timeout_s|full_determinism)",
+    r"trainer\.(max_.*|hang_timeout_s|allow_changed|balance_batch|fault_timeout_s|full_determinism)",
     r"(placement|resharding)\..*",
-    r"(actor|critic|ref)\.megatron(\..*)?",
+    r"(actor|critic|ref)\.megatron\.(.*(_parallel|_stage|_split|offload|overlap|recompute).*|seed)",
+    r"(actor|critic|ref)\.megatron\.(cp_comm_type|use_distributed_optimizer|use_fused_kernels)",
     r"(actor|critic|ref)\.checkpoint\..*",
     r".*(micro_batch_size_per_gpu|use_dynamic_bsz|max_token_len_per_gpu)",
     r"rollout\.(gpu_.*|tensor_model_parallel_size|max_num_.*|cpu_.*|val_kwargs\..*|enforce_eager)",
-    r"data\.val_.*",
+    r"data\.val_(batch_size|max_samples)",
     r"reward\.num_workers",
 )
 

@@ -204,8 +204,11 @@ class CheckpointFolder:
     def _prune(self, newest: int, best: int | None) -> None:
         """Delete drafts of killed saves, and all older than the `keep` up to `newest`.
 
-        The best one stays, and does not count.
+        The best one stays, and does not count; so does one that a run before this called best.
         """
+        if best is None and (self.root / BEST).is_symlink():
+            linked = _FINAL.fullmatch((self.root / BEST).readlink().name)
+            best = int(linked[1]) if linked else None
         for path in self.root.iterdir():
             if _DRAFT.fullmatch(path.name) and path not in self._drafts.values():
                 _delete(path)

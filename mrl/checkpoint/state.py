@@ -25,14 +25,19 @@ class TrainerState:
     kl_coef: float  # of the KL controller in the reward
     best_metric: float | None = None  # highest validation result so far
     best_step: int | None = None
+    best_name: str | None = None  # trainer.best_metric as it was then
 
-    def with_validation(self, metric: float | None) -> TrainerState:
-        """Remember a validation result of this step, if there is one, if it is the best so far."""
+    def with_validation(self, metric: float | None, name: str | None = None) -> TrainerState:
+        """Remember a validation result of this step, if there is one, if it is the best so far.
+
+        Results of another `name` do not compare.
+        """
         if metric is None:
             return self
-        if self.best_metric is not None and metric <= self.best_metric:
+        compares = self.best_metric is not None and self.best_name == name
+        if compares and self.best_metric is not None and metric <= self.best_metric:
             return self
-        return replace(self, best_metric=metric, best_step=self.global_step)
+        return replace(self, best_metric=metric, best_step=self.global_step, best_name=name)
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint folder.

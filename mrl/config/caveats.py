@@ -27,6 +27,13 @@ def _sampling(config: Config) -> list[str]:
         found.append(
             "rollout.n=1 with grpo: a group of one has advantage 0, so nothing is learnt from it"
         )
+    if config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None:
+        found.append(
+            "algorithm.filter_groups.enable=true: a step may read several batches of prompts, so "
+            f"trainer.total_epochs={config.trainer.total_epochs} counts steps of "
+            "data.train_batch_size and the data is read more often; "
+            "trainer.total_training_steps says how many steps"
+        )
     replicas = len(rollout_ranks(config)) // rollout.tensor_model_parallel_size
     if replicas > config.data.train_batch_size:
         found.append(

@@ -60,6 +60,13 @@ def _check_filter(config: Config) -> Iterator[Violation]:
     if found.enable and config.rollout.n == 1:
         rule = f"{_FILTER}.enable=true keeps prompts whose responses differ: one never does"
         yield Violation("rollout.n", 1, rule, "2")
+    shaped = config.reward.overlong_buffer.enable or config.algorithm.use_kl_in_reward
+    if found.enable and shaped and found.metric in ("seq_reward", "seq_final_reward"):
+        rule = (
+            "compares the scores alone: what reward.overlong_buffer or "
+            "algorithm.use_kl_in_reward takes off is not in them"
+        )
+        yield Violation(f"{_FILTER}.metric", found.metric, rule, "score")
     if not found.enable and data.gen_batch_size not in (None, data.train_batch_size):
         rule = (
             f"without {_FILTER}.enable=true all prompts that are generated are trained on: "

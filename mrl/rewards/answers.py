@@ -37,7 +37,15 @@ _RATIO = re.compile(r"\d\s*:\s*\d")
 _SPREAD = re.compile(
     r"\\(?:pm|mp|cup|in|leq?|geq?|lt|gt|neq?|begin)\b|[<>\u00b1\u222a\u2264\u2265]"
 )
-_LOOSE = re.compile(r"\\(?:approx|sim|simeq|cong|neq?)\b|\\not|[\u2248\u2260~]|!=")
+_LOOSE = re.compile(
+    r"\\(?:approx|sim|simeq|cong|neq?|[lc]?dots|p?mod|bmod)\b|\\not|[\u2248\u2260~\u2026]|!=|\.\.\."
+)
+_MAGNITUDES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
+_NO_UNITS = ("or", "and", "to", "if", "when", "at", *_MAGNITUDES)
+# What may stand behind a formula that is the answer: a unit, or the end of the sentence.
+_ENDS = re.compile(r"\s*([A-Za-z]*)\s*(?:[.!;*]+(?:\s.*)?)?")
+_LETTERS = re.compile(r"[A-Z]{2,}")
+_MARKED = re.compile(r"\\(?:text|mathrm|mbox|angle|triangle|overline|overrightarrow)\b|[{}\s]")
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _NAME_COMMANDS = re.compile(
     r"\\(?:text|mathrm|angle|overline|triangle|operatorname|[a-zA-Z]*(?:alpha|beta|gamma|delta|"
@@ -111,15 +119,16 @@ def _after_anchor(line: str) -> str | None:
     line = _HOPE.sub("", line).strip().strip("*").strip()
     if math := _MATH.match(line):
         rest = line[math.end() :]
-        is_hedged = re.match(r"[\s,]*(?:or|and|,)\b", rest) or _MATH.search(rest)
-        return None if is_hedged else next(filter(None, math.groups()))
+        end = _ENDS.fullmatch(rest)
+        is_more = end is None or end[1].lower() in _NO_UNITS or _MATH.search(rest)
+        return None if is_more else next(filter(None, math.groups()))
     line = line.rstrip(".")
     if re.fullmatch(r"[A-Za-z]+|\(?[A-Z]\)?", line):
         return line
     if re.fullmatch(r"\$?-?\d[\d,./]*\s*%?", line):
         return line
     unit = re.fullmatch(r"(\$?-?\d[\d,./]*)\s+([A-Za-z]+)", line)
-    if unit and unit[2] not in ("or", "and", "to", "if", "when", "at"):
+    if unit and unit[2].lower() not in _NO_UNITS:
         return line
     return _bare(line)
 
@@ -176,20 +185,25 @@ class Form:
     unit: str
     base: str
     ratio: str
-    is_loose: bool  # approximately, not equal
+    is_loose: bool  # approximately, up to a multiple, or with more to come: not equal
+    primes: int  # of the value: x' is not x
 
 
 def form(text: str) -> Form:
     """Read the form of a cleaned text."""
     unit = _UNIT.search(text)
     base = _BASE.fullmatch(text)
+    value = split(text, "=")[-1]
     return Form(
         _brackets(text),
         bool(_SPREAD.search(text)),
-        "" if unit is None else f"{(unit[1] or unit[2]).lower().rstrip('s')}^{unit[3] or 1}",
+        ("dollar^1" if "\\$" in text else "")
+        if unit is None
+        else f"{(unit[1] or unit[2]).lower().rstrip('s')}^{unit[3] or 1}",
         "" if base is None else base[1],
         re.sub(r"\s", "", text) if _RATIO.search(text) else "",
         bool(_LOOSE.search(text)),
+        value.count("'") + value.count("\\prime"),
     )
 
 
@@ -198,13 +212,22 @@ def contradict(gold: Form, answer: Form) -> bool:
     one_is_spread = (gold.is_spread and not gold.brackets) or (
         answer.is_spread and not answer.brackets
     )
+    units = {gold.unit, answer.unit}
+    scales = any(unit.startswith(_MAGNITUDES) for unit in units)
     return (
         (gold.brackets != answer.brackets and not one_is_spread)
-        or bool(gold.unit and answer.unit and gold.unit != answer.unit)
+        or (len(units) == 2 and (scales or "" not in units))
+        or gold.primes != answer.primes
         or gold.base != answer.base
         or gold.ratio != answer.ratio
         or (answer.is_loose and not gold.is_loose)
     )
+
+
+def letters(text: str) -> str | None:
+    """Give the letters of a name such as `\\angle ABC`, which are no factors; None of others."""
+    plain = _MARKED.sub("", text)
+    return plain if _LETTERS.fullmatch(plain) else None
 
 
 def differ_in_case(gold: str, answer: str) -> bool:

@@ -3,8 +3,8 @@
 The rule is verl's (`verl/utils/reward_score/gsm8k.py`), so that scores compare: the last
 `#### number` within the last 300 characters, commas removed, equal to the ground truth as text.
 With `extra_info["method"] == "flexible"` the last number of the text counts, marked or not.
-Stricter than verl where it would find right what is not: `72/5` is not 72, `1,2` is not 12, and a
-ground truth without a number is an error.
+Stricter than verl where it would find right what is not: `72/5`, `72-5` and `72k` are
+not 72, `1,2` is not 12, and a ground truth without a number is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from mrl.rewards.registry import register
 
 _TAIL = 300  # characters: a longer answer has its number at the end
 # Nothing may follow that makes it a part of another number.
-_REST = r"(?![0-9.,]| *[/^*\u00d7:] *\(?\d|[eE][-+]?\d| \d+/\d)"
+_REST = (
+    r"(?![0-9.,]| *[-+/^*\u00d7:] *\(?\d|\\frac|[eE][-+]?\d| \d+/\d"
+    r"|[kKmM]\b| (?:dozen|hundred|thousand|million|billion)\b)"
+)
 _STRICT = re.compile(rf"#### (-?[0-9.,]+){_REST}")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 _GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d*)?")

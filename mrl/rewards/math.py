@@ -26,6 +26,7 @@ from mrl.rewards.answers import (
     final_answer,
     form,
     is_whole,
+    letters,
     same_text,
     split_equation,
 )
@@ -67,6 +68,8 @@ def is_equal(gold: str, answer: str) -> bool:
     """Compare two cleaned texts."""
     if same_text(gold, answer):
         return True
+    if (name := letters(gold)) is not None:
+        return letters(answer) == name
     if contradict(form(gold), form(answer)) or differ_in_case(gold, answer):
         return False
     sides = [answer] if len(split_equation(gold)) > 1 or "=" in gold else split_equation(answer)

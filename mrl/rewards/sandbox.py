@@ -187,7 +187,8 @@ def _warn_once(refusal: str) -> None:
     logger.warning(
         "SANDBOX WEAKENED: this kernel refuses namespaces (%s). Landlock keeps programs from "
         "writing outside their folder, but THE NETWORK IS NOT CLOSED TO THEM (TCP is from Linux "
-        "6.7 on, UDP never). In a container, allow user namespaces (seccomp, AppArmor, "
-        "user.max_user_namespaces).",
+        "6.7 on, UDP never), AND BEFORE "
+        "LINUX 6.12 NEITHER ARE SIGNALS to this user's processes. In a container, allow user "
+        "namespaces (seccomp, AppArmor, user.max_user_namespaces).",
         refusal,
     )

@@ -192,6 +192,9 @@ class SpmdPool:
             if not self._closing:
                 text = f"{self._name(hello.rank)} ended{self._calls(hello.rank)}"
                 self._fail(Cause(hello.rank, text, died=True))
+        except Exception as error:  # an answer that cannot be read: the caller would wait for it
+            text = f"the answer of {self._name(hello.rank)} cannot be read: {error!r}"
+            self._fail(Cause(hello.rank, text, False))
 
     def _name(self, rank: int) -> str:
         hello = self._hellos[rank]

@@ -28,6 +28,7 @@ from mrl.workers.hangs import own_stack
 
 AUTHKEY_BYTES = 32
 WRONG_INPUT = (ValueError, FileNotFoundError)  # of a user: what another try would meet again
+_LONGEST_POLL_S = 1e6  # the system counts milliseconds in 32 bits
 _LARGE_BYTES = 1 << 16  # from here on an array travels beside its pickle
 
 
@@ -184,9 +185,10 @@ def serve(
 
     def read() -> None:
         # A thread of its own: the controller must never block on a rank that is busy.
+        longest = None if silence_s is None else min(silence_s, _LONGEST_POLL_S)
         try:
             while True:
-                if not connection.poll(silence_s):
+                if not connection.poll(longest):
                     on_silence()
                     os._exit(1)
                 match message := receive(connection):
@@ -200,6 +202,9 @@ def serve(
                         inbox.put((message, receive(connection)))
         except (EOFError, OSError):
             # Without a controller there is nothing to finish: end at once, even in a collective.
+            os._exit(1)
+        except Exception:  # a message that cannot be read: silence would be taken for a hang
+            traceback.print_exc()
             os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()

@@ -53,3 +53,19 @@ def test_a_worse_result_after_a_resume_changes_nothing(tmp_path: Path) -> None:
 def test_a_count_of_unscored_samples_is_no_result() -> None:
     with contextlib.suppress(ValueError, StopIteration):
         assert best_value({"val-aux/sums/unscored": 5.0}, None) is None
+
+
+def test_the_best_of_a_run_that_no_longer_asks_for_it_stays(tmp_path: Path) -> None:
+    for step, best in ((1, 1), (2, 1), (3, None), (4, None)):
+        save(CheckpointFolder(tmp_path, keep=1), step, best)
+    assert CheckpointFolder(tmp_path, keep=1).steps() == [1, 4]
+    assert (tmp_path / "best").resolve() == tmp_path / "global_step_1"
+
+
+def test_results_of_another_metric_do_not_compare() -> None:
+    state = dataclasses.replace(START, global_step=1).with_validation(0.9, "val-core/a")
+    state = dataclasses.replace(state, global_step=2).with_validation(0.3, "val-core/b")
+    assert (state.best_metric, state.best_step) == (0.3, 2)
+    assert dataclasses.replace(state, global_step=3).with_validation(0.2, "val-core/b") == (
+        dataclasses.replace(state, global_step=3)
+    )

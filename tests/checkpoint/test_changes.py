@@ -31,6 +31,11 @@ def put(node: Any, path: list[str], value: Any) -> Any:
     "change",
     [
         "actor.megatron.tensor_model_parallel_size=2",
+        "actor.megatron.virtual_pipeline_model_parallel_size=2",
+        "actor.megatron.num_layers_in_first_pipeline_stage=2",
+        "actor.megatron.optimizer_offload=true",
+        "actor.megatron.recompute_granularity=full",
+        "actor.megatron.overlap_param_gather=true",
         "trainer.n_gpus_per_node=8",
         "trainer.save_freq=7",
         "trainer.default_local_dir=/elsewhere",
@@ -52,6 +57,9 @@ def test_what_changes_no_number_is_not_mentioned(tmp_path: Path, change: str) ->
     [
         ("actor.optim.lr=2.0e-6", r"actor\.optim\.lr was 1e-06, is 2e-06"),
         ("data.train_files=[b.jsonl]", r"train_files was \['a\.jsonl'\], is \['b\.jsonl'\]"),
+        ("actor.megatron.moe_aux_loss_coeff=0.5", r"moe_aux_loss_coeff was .*, is 0\.5"),
+        ("actor.megatron.dtype=float32", r"dtype was 'auto', is 'float32'"),
+        ("trainer.best_metric=val-core/a", r"best_metric was None, is 'val-core/a'"),
         ("rollout.n=3", r"rollout\.n was 1, is 3"),
         ("trainer.total_epochs=9", r"trainer\.total_epochs was 1, is 9"),
     ],

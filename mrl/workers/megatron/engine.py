@@ -222,6 +222,8 @@ class MegatronEngine:
             else:
                 self.weights.load(folder / _WEIGHTS_FOLDER)
             self.trainer.saved.load(folder, self.weights.names(), self.weights.places)
+            # weights that were saved in 16 bits are more exact in their owners' shards
+            self.trainer.gather_params()
 
     def _pack(
         self, micro_batches: Sequence[Sequences], routing: Sequence[Ragged | None]

@@ -122,11 +122,20 @@ class Trainer:
 
         All data-parallel ranks call it together.
         """
-        was_partial, self._is_partial = self._is_partial, False
+        was_partial = self._is_partial
         if was_partial:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
+            self.gather_params()
         return was_partial
+
+    def gather_params(self) -> None:
+        """Make every data-parallel rank's parameters those that the shards' owners hold.
+
+        All data-parallel ranks call it together.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        self._is_partial = False
 
     def gradients(self) -> Iterator[Tensor]:
         """Give the buffers that gradients are summed in."""

@@ -104,6 +104,8 @@ class OptimizerState:
             inner.state.clear()
         for shard in shards:
             found = list(_boxes(shard, places))
+            if not found:
+                continue  # nothing but padding of the vocabulary: state starts where it is used
             if shard.param.dtype == torch.float32:
                 _fill(checkpoint, _PARAM, shard, found, shard.param.data)
             for name, kinds in settings["dtypes"].items():
@@ -284,6 +286,11 @@ def _check_dtypes(
     if hasattr(inner, "name_to_dtype_map"):  # Transformer Engine's
         wanted = {name: [_named(dtype)] for name, dtype in inner.name_to_dtype_map.items()}
         wanted[_MASTER].append("int16")  # the half of a float32 that bfloat16 parameters lack
+        if saved and inner.master_weights and _MASTER not in saved:
+            raise ValueError(
+                f"{folder} holds no {_MASTER}: it was saved without "
+                "optim.use_precision_aware_optimizer; resume without it"
+            )
     for name, kinds in saved.items():
         legal = wanted.get(name, [])
         if not set(kinds) <= set(legal):

@@ -18,6 +18,7 @@ from mrl.resharding.layout import volume, whole
 from mrl.resharding.torch_dist_files import DistributedCheckpoint
 from mrl.types import Ragged
 from mrl.workers.group import WorkerError
+from mrl.workers.host import WorkerHost
 from mrl.workers.megatron.places import flat_boxes
 from mrl.workers.specs import JobSpec
 from tests.marks import slow_but
@@ -47,6 +48,7 @@ EVEN: Where = (4, layout(tp=2, pp=2))
 EP2: Where = (2, layout(expert_model_parallel_size=2))
 EXPERT_TP1: Where = (2, layout(tp=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1))
 HALF: Where = (2, layout(tp=2, dtype="bfloat16"))
+HALF_ONE: Where = (1, layout(dtype="bfloat16"))
 HALF_PP2: Where = (2, layout(pp=2, dtype="bfloat16"))
 AWAY: Where = (
     2, layout(pp=2, param_offload=True, grad_offload=True, optimizer_offload=True)
@@ -123,6 +125,27 @@ def assert_goes_on(
         for name, value in wanted.items():
             if not of_the_layout(name):
                 assert found[name] == pytest.approx(value, rel=rounding, abs=rounding / 10), name
+
+
+def weights_on_this_rank(host: WorkerHost) -> dict[str, bytes]:
+    engine = host._roles["actor"].engine
+    params = engine.chunks[0].named_parameters()
+    return {name: param.detach().float().numpy().tobytes() for name, param in params}
+
+
+def test_replicas_are_alike_where_the_optimizer_knows_weights_better_than_their_files(
+    ranks: Ranks, llama: Path, tmp_path: Path
+) -> None:
+    before, old = HALF_ONE
+    now, new = DP2
+    saved_in, spec = (job(role(llama, where, optim=OPTIM)) for where in (old, new))
+    with ranks.job(before, saved_in) as pool:
+        train(pool, saved_in, 0)
+        group(pool, saved_in.actor).save(tmp_path / "half")
+    with ranks.job(now, spec) as pool:
+        group(pool, spec.actor).load(tmp_path / "half")
+        one, other = pool.each(weights_on_this_rank)
+    assert one == other
 
 
 def assert_same_saves(folder: Path, spec: JobSpec) -> None:
