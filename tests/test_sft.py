@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl import load_config
+from mrl.checkpoint.folder import CheckpointFolder
+from mrl.checkpoint.state import TrainerState
 from mrl.config import ConfigError
 from mrl.data import SFTDataset
 from mrl.sft import SFTTrainer, warm_start
