@@ -20,7 +20,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 sys.path.append(os.path.dirname(__file__))  # last: `math.py` there is not the library's
@@ -179,22 +179,25 @@ def _be_init(job: Job, report_fd: int) -> None:
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getpid() != 1:
         raise OSError("not process 1 of a namespace")
-    _build_root(job["readable"])
+    _build_root(job)
     _run_in(_BOX, job, report_fd, os.geteuid() == 0, job["processes"] + 3)
 
 
-def _build_root(readable: Sequence[str]) -> None:
+def _build_root(job: Job) -> None:
     """Make a tmpfs with what the interpreter needs, read-only, and an empty box; live in it."""
-    visible = [path for path in (*_VISIBLE, *readable) if os.path.lexists(path)]
-    root = next(r for r in _ROOTS if not any(f"{path}/".startswith(f"{r}/") for path in visible))
+    links: dict[str, str] = {}
+    wanted = filter(os.path.exists, (*_VISIBLE, *job["readable"], job["python"]))
+    places = {_follow(path, links) for path in wanted}
+    shown = [path for path in sorted(places) if not _lies_in(path, places)]
+    root = next(r for r in _ROOTS if not any(_lies_in(path, {r}) for path in (*shown, *links)))
     _mount("none", "/", "", _REC | _PRIVATE)
-    sources = {path: os.open(path, os.O_PATH) for path in visible if not os.path.islink(path)}
-    links = {path: os.readlink(path) for path in visible if os.path.islink(path)}
+    sources = {path: os.open(path, os.O_PATH) for path in shown}
     options = f"size={_DISK_MIB}m,nr_inodes={_FILES},mode=755"
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, options)
     for path, target in links.items():
-        os.makedirs(os.path.dirname(root + path), exist_ok=True)
-        os.symlink(target, root + path)
+        if not _lies_in(path, places):
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.symlink(target, root + path)
     for path, fd in sources.items():
         _show(f"/proc/self/fd/{fd}", root + path)
         os.close(fd)
@@ -205,6 +208,24 @@ def _build_root(readable: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # refused in a container that masks parts of its own
         _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV)
     os.chroot(root)
+
+
+def _follow(path: str, links: dict[str, str]) -> str:
+    """Return where a path leads, and note each symbolic link on the way and its target."""
+    done, left = "/", path.split("/")
+    while left:
+        step = os.path.normpath(os.path.join(done, left.pop(0)))
+        if os.path.islink(step):
+            links[step] = os.readlink(step)
+            left = links[step].split("/") + left
+            done = "/" if os.path.isabs(links[step]) else done
+        else:
+            done = step
+    return done
+
+
+def _lies_in(path: str, folders: Collection[str]) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in folders)
 
 
 def _show(source: str, target: str) -> None:

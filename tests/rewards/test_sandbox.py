@@ -54,6 +54,15 @@ def test_a_program_reads_its_input_and_its_output_and_result_come_back(how: Any)
     assert done.isolation == ("landlock" if how else "namespaces")
 
 
+def test_an_environment_behind_links_is_found(tmp_path: Path) -> None:
+    (tmp_path / "env").symlink_to(sys.prefix)
+    (tmp_path / "near").symlink_to("env/bin")
+    (tmp_path / "python").symlink_to("../" + tmp_path.name + "/near/python")
+    for python in (tmp_path / "env" / "bin" / "python", tmp_path / "python"):
+        done = program("import sys; print(sys.base_prefix)", python=str(python))
+        assert (done.stdout.decode().strip(), done.isolation) == (sys.base_prefix, "namespaces")
+
+
 @pytest.mark.parametrize("how", KINDS)
 def test_a_failing_program_is_an_error_with_its_words(how: Any) -> None:
     done = program("import sys; sys.exit('no idea')", **how)
