@@ -1,8 +1,8 @@
 """A table of answers: what is right, and what math-verify alone would take for right or may miss.
 
 Of the first 107 wrong ones, math-verify 0.9.0 over the whole response finds 35 right: the last
-number of any text, sets for tuples, other units, bases and ratios, equations that do not hold, rounded
-decimals.
+number of any text, sets for tuples, other units, bases and ratios, equations that do not hold,
+rounded decimals.
 """
 
 from __future__ import annotations
