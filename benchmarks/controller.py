@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -46,7 +46,7 @@ from mrl.tracking.recorder import Recorder
 from mrl.tracking.timers import Timers
 from mrl.types import Prompt, Ragged, Sample, Score
 from mrl.workers.answers import SampleGroups
-from mrl.workers.group import MegatronRanks, TrainGroup
+from mrl.workers.group import Answers, MegatronRanks, TrainGroup
 from mrl.workers.job import job_spec, roles_on
 from mrl.workers.pool import SpmdPool
 from mrl.workers.specs import JobSpec, RankInfo
@@ -159,15 +159,6 @@ class Scorer:
             return tuple(Score(float(i % 2), "ok", "", {"acc": i % 2}) for i in range(len(items)))
 
 
-@dataclass(slots=True)
-class _Wire:
-    """The controller's end of a socket: counts, and keeps what its rank must read."""
-
-    answers: bool  # the rank reads large arguments, for its part
-    messages: list[Any]
-    sent: int = 0
-
-
 class SleepingPool(SpmdPool):
     """The pool of a job whose ranks do nothing; their answers are pickled as theirs would be."""
 
@@ -182,43 +173,38 @@ class SleepingPool(SpmdPool):
         assert len(self._outputs) == parts.dp
         slots = (spec.rollout.slots if spec.rollout else None) or range(self.world_size)
         self._engines = {rank for rank, slot in enumerate(slots) if slot % plan.rollout_tp == 0}
-        self._wires = [
-            _Wire(r in self._outputs or r in self._engines, []) for r in range(self.world_size)
-        ]
         self._responses = _responses(batch)
-        self._queue: list[tuple[int, int]] = []  # calls and their ranks
-        self._sent: tuple[Packed | None, int] = (None, 0)  # the last arguments and their bytes
+        self._queue: list[int] = []  # ranks with a call
+        self._packed: list[Packed] = [pack(None)] * self.world_size  # a rank's last call
+        self._known: tuple[Packed, Call] | None = None  # what ranks without an answer read once
+        self._sent = [0] * self.world_size  # bytes
 
-    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
+    def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
         """Receive what the ranks answer."""
         with self.timers("gather"):
             with self.timers(_ELSEWHERE):
                 self.idle()
-                replies = [(number, self._reply(rank, number)) for number, rank in self._queue]
+                replies = [(rank, self._reply(rank)) for rank in self._queue]
             self._queue.clear()
-            for number, reply in replies:
-                _, _, future = self._pending.pop(number)
-                future.set_result(reply.unpack().value)
-        return [future.result() for future in futures]
+            for rank, packed in replies:
+                reply = packed.unpack()
+                self._clocks.answered(rank)
+                if self._pending[reply.number][1].take(rank, reply.value):
+                    del self._pending[reply.number]
+        return [call.result() for call in calls]
 
     def sent_bytes(self) -> list[int]:
         """Give what was sent to each rank since the last time."""
-        sent = [wire.sent for wire in self._wires]
-        for wire in self._wires:
-            wire.sent = 0
+        sent, self._sent = self._sent, [0] * self.world_size
         return sent
 
-    def _deliver(self, rank: int, call: Call, args: Packed) -> None:
-        wire = self._wires[rank]
-        self._queue.append((call.number, rank))
-        wire.messages += [call, args] if wire.answers else [call]
-        if args is not self._sent[0]:  # counted once: a socket would not ask
-            self._sent = (args, args.num_bytes)
-        wire.sent += pack(call).num_bytes + self._sent[1]
+    def _deliver(self, rank: int, call: Packed) -> None:
+        self._queue.append(rank)
+        self._packed[rank] = call
+        self._sent[rank] += call.num_bytes
 
-    def _reply(self, rank: int, number: int) -> Packed:
-        messages = self._wires[rank].messages
-        call, packed = messages[0], messages[1:]
+    def _reply(self, rank: int) -> Packed:
+        call = self._call(rank)
         value: Any = None
         if call.method == "describe":
             value = RankInfo(rank, f"node{rank // 8}", rank, "cpu", "H100")
@@ -227,10 +213,15 @@ class SleepingPool(SpmdPool):
         elif call.method == "sleep":
             value = 0
         elif rank in (self._engines if call.method == "generate" else self._outputs):
-            (args,) = (_arrived(message).unpack() for message in packed)
-            value = getattr(self, f"_{call.method}")(call.role, *args)
-        messages.clear()
-        return _arrived(pack(Reply(number, value, None)))
+            call = _arrived(self._packed[rank]).unpack()  # in memory of its own
+            value = getattr(self, f"_{call.method}")(call.role, *call.args)
+        return _arrived(pack(Reply(call.number, value, None)))
+
+    def _call(self, rank: int) -> Call:
+        packed = self._packed[rank]
+        if self._known is None or self._known[0] is not packed:
+            self._known = (packed, packed.unpack())
+        return self._known[1]
 
     def _generate(self, role: str, requests: Sequence[Any], sampling: Any) -> Any:
         return SampleGroups(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from benchmarks import sides
 from mrl.resharding.coverage import padding_of
 from mrl.workers import spmd
+from mrl.workers.group import call_all
 from mrl.workers.specs import JobSpec
 from mrl.workers.spmd import SpawnedPool
 from mrl.workers.wire import receive, serve
@@ -56,8 +57,7 @@ class BenchmarkPool(SpawnedPool):
 
     def ask(self, role: str, method: str, *args: Any) -> list[Any]:
         """Call every rank and give their answers in rank order."""
-        ranks = range(self.world_size)
-        return self.wait([self.submit(rank, role, method, args) for rank in ranks])
+        return call_all(self, range(self.world_size), role, method, *args)
 
 
 class OneDevicePool(BenchmarkPool):

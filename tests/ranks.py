@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrl.workers.group import call_all
 from mrl.workers.pool import Cause, SpmdPool
 from mrl.workers.specs import JobSpec
 from mrl.workers.spmd import rank_environment
@@ -182,13 +182,7 @@ class ForkedPool(SpmdPool):
     def each(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Run a module-level function on every rank; in a job it is given the host first."""
         name = (function.__module__, function.__qualname__)
-        return self.wait(
-            [self.submit(rank, "", "run", (*name, kwargs)) for rank in range(self.world_size)]
-        )
-
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method."""
-        return super().submit(rank, role, method, args)
+        return call_all(self, range(self.world_size), "", "run", *name, kwargs)
 
     def close(self) -> None:
         """Kill the ranks."""
@@ -197,7 +191,11 @@ class ForkedPool(SpmdPool):
         self._ask(Signal(self._pids, signal.SIGKILL))
 
     def _expire(self) -> None:
-        late = sorted({rank for rank, _, _ in list(self._pending.values())})
+        late = [
+            rank
+            for rank in range(self.world_size)
+            if any(answers.awaits(rank) for _, answers in list(self._pending.values()))
+        ]
         self._ask(Signal(self._pids, signal.SIGUSR1))  # every rank writes its stacks
         time.sleep(0.5)
         stacks = [f"rank {rank}:\n{self._log(rank)}" for rank in range(self.world_size)]

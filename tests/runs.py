@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from mrl.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from mrl.types import PolicyBatch, ValueBatch
-    from mrl.workers.group import RankPool
+    from mrl.workers.group import Answers, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 MRL = (str(Path(sys.executable).with_name("mrl")),)
@@ -132,10 +131,12 @@ class Recording:
         self.world_size = self.pool.world_size
         self.batches: list[PolicyBatch | ValueBatch] = []
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        if method in ("update", "supervise") and rank == 0:
+    def submit(
+        self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        if method in ("update", "supervise") and 0 in ranks:
             self.batches.append(args[0])
-        return self.pool.submit(rank, role, method, args)
+        return self.pool.submit(ranks, role, method, args)
 
     def wait(self, futures: Any) -> list[Any]:
         return self.pool.wait(futures)

@@ -6,6 +6,7 @@ trainer never asks what kind of pool it talks to.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
@@ -30,20 +31,42 @@ from mrl.types import (
 )
 
 
-class RankPool(Protocol):
-    """Processes that hold roles; calls to one rank run in the order of submission.
+class Answers(Future[list[Any]]):
+    """What some ranks answer to one call, in the order in which they were asked."""
 
-    Calls in a row with the very same `args` may share one copy on their way: nobody changes them.
-    """
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self._values: dict[int, Any] = {}
+        self._lock = threading.Lock()  # ranks answer in threads of their own
+
+    def awaits(self, rank: int) -> bool:
+        """Say whether a rank was asked and has not answered."""
+        return rank in self.ranks and rank not in self._values
+
+    def take(self, rank: int, value: Any) -> bool:
+        """Note a rank's answer and say whether it was the last."""
+        with self._lock:
+            self._values[rank] = value
+            is_last = len(self._values) == len(self.ranks)
+        if is_last:
+            self.set_result([self._values[rank] for rank in self.ranks])
+        return is_last
+
+
+class RankPool(Protocol):
+    """Processes that hold roles; calls to one rank run in the order of submission."""
 
     world_size: int
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method; the future gives its result or `WorkerError`."""
+    def submit(
+        self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        """Ask different ranks to run a role's method; nobody changes `args`."""
         ...
 
-    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        """Give all results in order, or raise the first cause as soon as one fails."""
+    def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
+        """Give the answers to each call, or raise the first cause as soon as a rank fails."""
         ...
 
     def close(self) -> None:
@@ -69,7 +92,8 @@ class WorkerError(RuntimeError):
 
 def call_all(pool: RankPool, ranks: range, role: str, method: str, *args: Any) -> list[Any]:
     """Call a role on its ranks with the same arguments and wait for all."""
-    return pool.wait([pool.submit(rank, role, method, args) for rank in ranks])
+    (answers,) = pool.wait([pool.submit(ranks, role, method, args)])
+    return answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +220,14 @@ class TrainGroup:
 
     def _scatter(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send each data-parallel part its call; give one answer a part, in part order."""
-        futures, owners = [], []
-        for part, args in enumerate(calls):
-            ranks = self.ranks.part(part)
-            futures += [self.pool.submit(rank, self.role, method, args) for rank in ranks]
-            owners += [part] * len(ranks)
-        answers: list[Any] = [None] * self.ranks.dp
-        for part, answer in zip(owners, self.pool.wait(futures), strict=True):
-            if answer is not None:
-                answers[part] = answer
-        return answers
+        asked = [
+            self.pool.submit(self.ranks.part(part), self.role, method, args)
+            for part, args in enumerate(calls)
+        ]
+        return [
+            next((answer for answer in answers if answer is not None), None)
+            for answers in self.pool.wait(asked)
+        ]
 
 
 # Roles of equal layout score the same rows one after the other.
@@ -279,12 +301,14 @@ class RolloutGroup:
             tuple((p.uid, p.token_ids) for p in prompts[starts[i] : starts[i + 1]])
             for i in range(self.replicas)
         ]
-        futures = [
-            self.pool.submit(rank, "rollout", "generate", (requests[slot // self.tp], sampling))
-            for rank, slot in zip(self.ranks, self.slots, strict=True)
+        in_slots = [rank for _, rank in sorted(zip(self.slots, self.ranks, strict=True))]
+        asked = [
+            self.pool.submit(
+                in_slots[i * self.tp :][: self.tp], "rollout", "generate", (own, sampling)
+            )
+            for i, own in enumerate(requests)
         ]
-        answers = dict(zip(self.slots, self.pool.wait(futures), strict=True))
-        return [group for slot in range(0, len(answers), self.tp) for group in answers[slot]]
+        return [group for answers in self.pool.wait(asked) for group in answers[0]]
 
     def sleep(self) -> list[int]:
         """Free the engine's memory, where the device can; gives the bytes in use, 0 on a CPU."""

@@ -51,13 +51,15 @@ class CallClocks:
         self._since: dict[int, float] = {}
         self._lock = threading.Lock()
 
-    def asked(self, rank: int, call: str) -> None:
-        """Note a call; its clock starts when those before it are answered."""
+    def asked(self, ranks: Sequence[int], call: str) -> None:
+        """Note a call to ranks; the clock of each starts when those before it are answered."""
         with self._lock:
-            calls = self._calls.setdefault(rank, deque())
-            if not calls:
-                self._since[rank] = time.monotonic()
-            calls.append(call)
+            now = time.monotonic()
+            for rank in ranks:
+                calls = self._calls.setdefault(rank, deque())
+                if not calls:
+                    self._since[rank] = now
+                calls.append(call)
 
     def answered(self, rank: int) -> float:
         """Note the answer to a rank's first call; gives the seconds that it took."""

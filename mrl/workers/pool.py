@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from mrl.workers.group import WorkerError
+from mrl.workers.group import Answers, WorkerError
 from mrl.workers.hangs import ANSWER_S, CallClocks, Hang, Late, explain_hang, patience
 from mrl.workers.specs import JobSpec
 from mrl.workers.wire import (
@@ -40,6 +40,7 @@ from mrl.workers.wire import (
 )
 
 _GRACE_S = 1.0  # after a first failure: time for the death that caused it to be seen
+_LOOK_S = 0.5  # between two looks for a failure
 _PULSE_S = 10.0  # between two signs of life of the controller, at most
 
 
@@ -87,10 +88,9 @@ class SpmdPool:
         self._clocks = CallClocks()
         self._stacks: dict[int, str] = {}  # of the ranks that were asked for theirs
         self._silent: list[int] = []  # that were asked and did not answer
-        self._pending: dict[int, tuple[int, str, Future[Any]]] = {}  # by call number
+        self._pending: dict[int, tuple[str, Answers]] = {}  # by call number
         self._lock = threading.Lock()
         self._count = 0
-        self._packed: tuple[tuple[Any, ...], Packed] = ((), pack(()))  # the last arguments
         self._causes: list[Cause] = []
         self._failed = threading.Event()
         self._closing = False
@@ -111,39 +111,39 @@ class SpmdPool:
                     f"ranks {lost} have not reported within trainer.hang_timeout_s={self._hang_s:g}"
                 )
             time.sleep(0.02)
-        self.wait([self.submit(rank, "", "build", ()) for rank in range(self.world_size)])
+        self.wait([self.submit(range(self.world_size), "", "build", ())])
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method; calls in a row with the same args pickle them once."""
-        future: Future[Any] = Future()
+    def submit(
+        self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        """Ask different ranks to run a role's method; the call is pickled once for all."""
+        answers = Answers(ranks)
         with self._lock:
-            if args is not self._packed[0]:
-                self._packed = (args, pack(args))
             self._count += 1
-            number = self._count
             name = f"{role}.{method}".lstrip(".")
-            self._pending[number] = (rank, name, future)
-            self._clocks.asked(rank, name)
+            self._pending[self._count] = (name, answers)
+            self._clocks.asked(ranks, name)
             if self._failed.is_set():
-                return future  # whoever waits for it is told the cause
+                return answers  # whoever waits for them is told the cause
+            call = pack(Call(self._count, role, method, args))
             try:
-                self._deliver(rank, Call(number, role, method), self._packed[1])
+                for rank in ranks:
+                    self._deliver(rank, call)
             except OSError:
                 self._failed.set()  # its reader thread tells why
-        return future
+        return answers
 
-    def _deliver(self, rank: int, call: Call, args: Packed) -> None:
+    def _deliver(self, rank: int, call: Packed) -> None:
         with self._sending[rank]:
-            send(self._connections[rank], call)
-            send_packed(self._connections[rank], args)
+            send_packed(self._connections[rank], call)
 
-    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        """Give all results in order, or raise the first cause as soon as one fails."""
-        open_futures = set(futures)
-        while open_futures:
-            _done, open_futures = wait(open_futures, timeout=0.5, return_when=FIRST_EXCEPTION)
+    def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
+        """Give the answers to each call, or raise the first cause as soon as a rank fails."""
+        waiting: set[Future[list[Any]]] = set(calls)
+        while waiting:
+            _done, waiting = wait(waiting, _LOOK_S)
             self._raise_if_failed()
-        return [future.result() for future in futures]
+        return [call.result() for call in calls]
 
     def close(self) -> None:
         """Let the ranks leave."""
@@ -180,14 +180,15 @@ class SpmdPool:
                     self._stacks[hello.rank] = reply.text
                     continue
                 seconds = self._clocks.answered(hello.rank)
-                rank, name, future = self._pending.pop(reply.number)
+                name, answers = self._pending[reply.number]
                 if reply.failure is None:
-                    future.set_result(reply.value)
+                    if answers.take(hello.rank, reply.value):
+                        del self._pending[reply.number]
                     continue
-                who = f"rank {rank} on {hello.host}"
+                who = f"rank {hello.rank} on {hello.host}"
                 text = f"{who} failed in {name}: {last_error(reply.failure)}"
                 trace = f"{who} in {name}:\n{reply.failure.rstrip()}"
-                self._fail(Cause(rank, text, False, trace, reply.lasting, seconds))
+                self._fail(Cause(hello.rank, text, False, trace, reply.lasting, seconds))
         except (EOFError, OSError):
             if not self._closing:
                 text = f"{self._name(hello.rank)} ended{self._calls(hello.rank)}"
@@ -201,7 +202,7 @@ class SpmdPool:
         return f"rank {rank} (pid {hello.pid} on {hello.host})"
 
     def _calls(self, rank: int) -> str:
-        names = [name for r, name, _ in list(self._pending.values()) if r == rank]
+        names = [name for name, answers in list(self._pending.values()) if answers.awaits(rank)]
         return f" during {names[0]}" if names else ""
 
     def _fail(self, cause: Cause) -> None:

@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.workers.group import WorkerError
+from mrl.workers.group import Answers, WorkerError
 from mrl.workers.hangs import ANSWER_S, CallClocks, Late, explain_hang, own_stack, patience
 from mrl.workers.meeting import LOOPBACK, loopback_store
 from mrl.workers.pool import last_error
@@ -27,6 +28,7 @@ from mrl.workers.spmd import rank_environment
 from mrl.workers.wire import WRONG_INPUT
 
 _GRACE_S = 1.0  # after a first failure: time for the death that caused it to be seen
+_LOOK_S = 0.5  # between two looks for a failure
 _ROOM_S = 60.0  # for Ray to find a host with room for each node of the job
 _ASK, _STACK = "hang/ask", "hang/stack/"  # keys of the store that ranks meet at
 
@@ -77,7 +79,7 @@ class RayPool:
             ray.init(log_to_driver=False, configure_logging=False, **local)
         self._actors: list[Any] = []
         self._places: PlacementGroup | None = None
-        self._stored: tuple[Any, Any] = (None, None)  # the last arguments, in Ray's object store
+        self._failures: list[_RankFailed] = []
         try:
             self._start(spec)
         except BaseException:
@@ -119,39 +121,37 @@ class RayPool:
             ).remote()
             self._actors.append(actor)
         self._names = [f"rank {rank}" for rank in range(self.world_size)]
-        self._hosts = self.wait(self._on_all("place"))
+        self._hosts = self._on_all("place")
         self._names = [f"rank {rank} on {host}" for rank, (host, _) in enumerate(self._hosts)]
-        for binding in self.wait(self._on_all("build", spec, host, self._store.port)):
+        for binding in self._on_all("build", spec, host, self._store.port):
             print(binding)  # Ray keeps what the actors themselves print
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Ask a rank to run a role's method; calls in a row with the same args store them once."""
-        if args is not self._stored[0]:
-            self._stored = (args, ray.put(args))
-        ref = self._actors[rank].call.remote(role, method, self._stored[1])
-        return self._future(rank, f"{role}.{method}", ref)
+    def submit(
+        self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        """Ask different ranks to run a role's method; Ray stores the arguments once for all."""
+        stored = ray.put(args)
+        refs = [self._actors[rank].call.remote(role, method, stored) for rank in ranks]
+        return self._answers(ranks, f"{role}.{method}", refs)
 
-    def _on_all(self, method: str, *args: Any) -> list[Future[Any]]:
+    def _on_all(self, method: str, *args: Any) -> list[Any]:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
-        return [self._future(rank, method, ref) for rank, ref in enumerate(refs)]
+        (answers,) = self.wait([self._answers(range(self.world_size), method, refs)])
+        return answers
 
-    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        """Give all results in order, or raise the first cause as soon as one fails."""
-        waiting = set(futures)
-        while waiting and not any(f.done() and f.exception() is not None for f in futures):
-            _, waiting = wait(waiting, patience(self._hang_s), return_when=FIRST_EXCEPTION)
+    def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
+        """Give the answers to each call, or raise the first cause as soon as a rank fails."""
+        waiting: set[Future[list[Any]]] = set(calls)
+        while waiting and not self._failures:
+            _, waiting = wait(waiting, min(_LOOK_S, patience(self._hang_s)))
             if late := self._clocks.late(self._hang_s):
                 raise self._hang(late, f"trainer.hang_timeout_s={self._hang_s:g}")
-        if any(f.exception() is not None for f in futures if f.done()):
+        if self._failures:
             time.sleep(_GRACE_S)
-            errors = [f.exception() for f in futures if f.done()]
             # A dead process is the cause of its peers' broken connections.
-            failures = sorted(
-                (error for error in errors if isinstance(error, _RankFailed)),
-                key=lambda failure: not failure.died,
-            )
-            raise self._awaited(failures[0]) or failures[0] from None
-        return [future.result() for future in futures]
+            failure = min(self._failures, key=lambda failure: not failure.died)
+            raise self._awaited(failure) or failure from None
+        return [call.result() for call in calls]
 
     def _awaited(self, failure: _RankFailed) -> WorkerError | None:
         """Find a rank that kept its peers waiting until their collective ran out of time."""
@@ -179,27 +179,28 @@ class RayPool:
                     os.kill(pid, signal.SIGKILL)  # a stopped actor hears nothing else
         return WorkerError(hang.cause, hang.evidence)
 
-    def _future(self, rank: int, name: str, ref: Any) -> Future[Any]:
-        """Wrap a Ray reference; failures name the rank, its host and the call."""
-        future: Future[Any] = Future()
-        who = self._names[rank]
-        self._clocks.asked(rank, name)
+    def _answers(self, ranks: Sequence[int], name: str, refs: Sequence[Any]) -> Answers:
+        """Wrap Ray references; failures name the rank, its host and the call."""
+        answers = Answers(ranks)
+        self._clocks.asked(ranks, name)
 
-        def relay(source: Future[Any]) -> None:
+        def relay(rank: int, source: Future[Any]) -> None:
             seconds, error = self._clocks.answered(rank), source.exception()
+            who = self._names[rank]
             if error is None:
-                future.set_result(source.result())
+                answers.take(rank, source.result())
             elif isinstance(error, ray.exceptions.RayActorError):
                 told = " ".join(str(error).split())
-                future.set_exception(_RankFailed(f"{who} ended during {name}: {told}", died=True))
+                self._failures.append(_RankFailed(f"{who} ended during {name}: {told}", died=True))
             else:
                 lasting = isinstance(error, WRONG_INPUT)  # Ray gives errors their own class too
                 text = f"{who} failed in {name}: {last_error(str(error))}"
                 trace = f"{who} in {name}:\n{str(error).rstrip()}"
-                future.set_exception(_RankFailed(text, trace, lasting, after_s=seconds))
+                self._failures.append(_RankFailed(text, trace, lasting, after_s=seconds))
 
-        ref.future().add_done_callback(relay)
-        return future
+        for rank, ref in zip(ranks, refs, strict=True):
+            ref.future().add_done_callback(partial(relay, rank))
+        return answers
 
     def close(self) -> None:
         """End the actors, and the cluster if this pool started it."""

@@ -43,15 +43,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One method call; its arguments follow in a frame of their own, pickled once for all ranks."""
+    """One method call."""
 
     number: int
     role: str
     method: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by fields: at once, where a frozen dataclass with slots asks for each by name."""
-        return Call, (self.number, self.role, self.method)
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Reply:
     lasting: bool = False  # the failure is of wrong input: another try would meet it again
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as `Call` does."""
+        """Pickle by fields: at once, where a frozen dataclass with slots asks for each by name."""
         return Reply, (self.number, self.value, self.failure, self.lasting)
 
 
@@ -193,13 +190,13 @@ def serve(
                     os._exit(1)
                 match message := receive(connection):
                     case Goodbye():
-                        inbox.put((message, ()))
+                        inbox.put(message)
                         return
                     case AskStack():
                         with sending:
                             send(connection, Stack(own_stack()))
                     case Call():
-                        inbox.put((message, receive(connection)))
+                        inbox.put(message)
         except (EOFError, OSError):
             # Without a controller there is nothing to finish: end at once, even in a collective.
             os._exit(1)
@@ -209,11 +206,11 @@ def serve(
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        message, args = inbox.get()
+        message = inbox.get()
         if isinstance(message, Goodbye):
             return
         try:
-            value = call(message.role, message.method, args)
+            value = call(message.role, message.method, message.args)
         except BaseException as error:
             # Process edge: whatever it was, the controller is told which rank and call it hit.
             traceback.print_exc()

@@ -35,7 +35,7 @@ def hasty(
 
 def test_a_rank_that_sleeps_for_ever_is_named_with_its_place() -> None:
     with hasty(2) as pool:
-        futures = [pool.submit(rank, "actor", "sleep", (60.0 * rank, None)) for rank in (0, 1)]
+        futures = [pool.submit([rank], "actor", "sleep", (60.0 * rank, None)) for rank in (0, 1)]
         with pytest.raises(WorkerError) as caught:
             pool.wait(futures)
     error = caught.value
@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_named_and_ended_although_a_message_is_on_its_way_to_i
     with hasty(2) as pool:
         pool.ranks[1].send_signal(signal.SIGSTOP)
         large = os.urandom(50_000_000)  # more than a socket holds: the controller waits for it
-        futures = [pool.submit(1, "actor", "sleep", (0.0, large))]
+        futures = [pool.submit([1], "actor", "sleep", (0.0, large))]
         with pytest.raises(WorkerError, match=r"rank 1 .*hangs in actor\.sleep.*does not answer"):
             pool.wait(futures)
         pool.end_silent()
@@ -61,8 +61,8 @@ def test_a_stopped_rank_is_named_and_ended_although_a_message_is_on_its_way_to_i
 def test_the_rank_that_others_waited_for_is_the_cause_of_their_time_out() -> None:
     with hasty(2, math.inf, 1.0) as pool:
         futures = [
-            pool.submit(0, "actor", "raise", ("timed out in a collective", 1.5)),
-            pool.submit(1, "actor", "sleep", (60.0, None)),
+            pool.submit([0], "actor", "raise", ("timed out in a collective", 1.5)),
+            pool.submit([1], "actor", "sleep", (60.0, None)),
         ]
         with pytest.raises(WorkerError, match=r"rank 1 .*hangs in actor\.sleep.*fault_timeout_s"):
             pool.wait(futures)
@@ -71,8 +71,8 @@ def test_the_rank_that_others_waited_for_is_the_cause_of_their_time_out() -> Non
 def test_a_failure_of_its_own_is_its_cause() -> None:
     with hasty(2, math.inf, 1.0) as pool:
         futures = [
-            pool.submit(0, "actor", "raise", ("at once",)),
-            pool.submit(1, "actor", "sleep", (60.0, None)),
+            pool.submit([0], "actor", "raise", ("at once",)),
+            pool.submit([1], "actor", "sleep", (60.0, None)),
         ]
         with pytest.raises(WorkerError, match=r"rank 0 .*KeyError: 'at once'"):
             pool.wait(futures)
@@ -82,7 +82,7 @@ def test_a_failure_of_its_own_is_its_cause() -> None:
 def test_wrong_input_lasts_and_other_failures_may_pass(method: str, lasting: bool) -> None:
     with toy(1) as pool:
         with pytest.raises(WorkerError) as caught:
-            pool.wait([pool.submit(0, "", method, ("why",))])
+            pool.wait([pool.submit([0], "", method, ("why",))])
         assert caught.value.lasting is lasting
         assert caught.value.within("in step 3, ").lasting is lasting
 
@@ -118,7 +118,7 @@ def test_who_waits_in_a_collective_is_not_to_blame(
 def test_a_clock_runs_for_the_first_call_alone() -> None:
     clocks = CallClocks()
     for call in ("first", "second"):
-        clocks.asked(3, call)
+        clocks.asked([3], call)
     assert [late.call for late in clocks.late(-1.0)] == ["first"]
     clocks.answered(3)
     assert [late.call for late in clocks.late(-1.0)] == ["second"]

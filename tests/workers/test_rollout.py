@@ -16,7 +16,7 @@ from mrl.config.schema import MegatronConfig, OptimConfig, ReshardingConfig, Rol
 from mrl.resharding.sync import SyncStats
 from mrl.resharding.verify import compare_with_reload
 from mrl.types import PolicyBatch, Prompt, Ragged, Sample, SamplingParams
-from mrl.workers.group import RolloutGroup, TrainGroup
+from mrl.workers.group import RolloutGroup, TrainGroup, call_all
 from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec, RolloutSpec
 from tests.models import VOCAB
@@ -105,7 +105,7 @@ class Job:
 
     def _on(self, ranks: range, function: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
         call = (function.__module__, function.__qualname__, kwargs)
-        return self.pool.wait([self.pool.submit(rank, "", "run", call) for rank in ranks])
+        return call_all(self.pool, ranks, "", "run", *call)
 
 
 def addresses(host: WorkerHost) -> dict[str, int]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 
 from mrl import load_config
 from mrl.config import build_plan
-from mrl.workers.group import WorkerError, call_all
+from mrl.workers.group import Answers, WorkerError, call_all
 from mrl.workers.job import run_job
 from mrl.workers.pool import SpmdPool
 from mrl.workers.spmd import SpawnedPool, rank_environment
@@ -97,26 +97,29 @@ def toy(
 def test_results_come_in_the_order_of_the_calls() -> None:
     with toy(3) as pool:
         delays = [0.3, 0.0, 0.1]
-        futures = [pool.submit(rank, "", "sleep", (delays[rank], rank)) for rank in range(3)]
-        futures += [pool.submit(0, "", "sleep", (0.0, "next"))]
-        assert pool.wait(futures) == [0, 1, 2, "next"]
+        futures = [pool.submit([rank], "", "sleep", (delays[rank], rank)) for rank in range(3)]
+        futures += [pool.submit([0], "", "sleep", (0.0, "next"))]
+        assert pool.wait(futures) == [[0], [1], [2], ["next"]]
 
 
 def test_ranks_work_at_the_same_time_and_one_rank_in_order(tmp_path: Path) -> None:
     with toy(2) as pool:
         files = [str(tmp_path / "0"), str(tmp_path / "1")]
         pool.wait(
-            [pool.submit(0, "", "meet", (*files,)), pool.submit(1, "", "meet", (*files[::-1],))]
+            [pool.submit([0], "", "meet", (*files,)), pool.submit([1], "", "meet", (*files[::-1],))]
         )
-        slow, quick = pool.submit(0, "", "sleep", (0.3, 1)), pool.submit(0, "", "sleep", (0.0, 2))
+        slow, quick = (
+            pool.submit([0], "", "sleep", (0.3, 1)),
+            pool.submit([0], "", "sleep", (0.0, 2)),
+        )
         pool.wait([quick])
         assert slow.done()
 
 
 def test_a_raising_rank_is_reported_at_once_with_its_call_and_traceback() -> None:
     with toy(2) as pool:
-        hanging = pool.submit(0, "actor", "sleep", (60.0, None))
-        raising = pool.submit(1, "actor", "raise", ("the cause",))
+        hanging = pool.submit([0], "actor", "sleep", (60.0, None))
+        raising = pool.submit([1], "actor", "raise", ("the cause",))
         with pytest.raises(
             WorkerError, match=r"(?s)rank 1 on .* failed in actor\.raise.*the cause"
         ):
@@ -127,9 +130,9 @@ def test_a_raising_rank_is_reported_at_once_with_its_call_and_traceback() -> Non
 def test_a_death_is_the_cause_of_the_errors_around_it() -> None:
     with toy(3) as pool:
         futures = [
-            pool.submit(0, "actor", "raise", ("connection closed by peer",)),
-            pool.submit(1, "actor", "kill", ()),
-            pool.submit(2, "actor", "raise", ("connection closed by peer",)),
+            pool.submit([0], "actor", "raise", ("connection closed by peer",)),
+            pool.submit([1], "actor", "kill", ()),
+            pool.submit([2], "actor", "raise", ("connection closed by peer",)),
         ]
         with pytest.raises(WorkerError, match=r"rank 1 .*ended during actor\.kill") as caught:
             pool.wait(futures)
@@ -146,8 +149,11 @@ def test_calls_after_a_failure_fail_with_the_first_cause() -> None:
 
 def test_a_rank_that_dies_before_its_roles_are_built_ends_the_start() -> None:
     class Failing(ToyPool):
-        def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Any:
-            return super().submit(rank, role, "kill" if rank == 1 else "sleep", (0.0, None))
+        def submit(
+            self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+        ) -> Answers:
+            super().submit([1], role, "kill", ())
+            return super().submit([0], role, "sleep", (0.0, None))
 
     with pytest.raises(WorkerError, match="rank 1"), toy(2, kind=Failing):
         pass
@@ -165,7 +171,7 @@ def test_strangers_at_the_port_do_not_disturb_the_start() -> None:
 
 def test_ranks_leave_when_the_controller_is_gone() -> None:
     with toy(2) as pool:
-        pool.submit(0, "", "sleep", (60.0, None))  # also one that is busy
+        pool.submit([0], "", "sleep", (60.0, None))  # also one that is busy
         pool._closing = True
         for connection in pool._connections.values():
             with socket.socket(fileno=os.dup(connection.fileno())) as end:
@@ -182,9 +188,9 @@ def test_ranks_leave_at_the_goodbye() -> None:
 def test_a_large_message_passes_both_ways_while_ranks_are_busy() -> None:
     large = os.urandom(50_000_000)
     with toy(2) as pool:
-        busy = [pool.submit(rank, "", "sleep", (0.3, None)) for rank in range(2)]
-        echoes = [pool.submit(rank, "", "sleep", (0.0, large)) for rank in range(2)]
-        assert pool.wait([*busy, *echoes])[2:] == [large, large]
+        busy = [pool.submit([rank], "", "sleep", (0.3, None)) for rank in range(2)]
+        echoes = [pool.submit([rank], "", "sleep", (0.0, large)) for rank in range(2)]
+        assert pool.wait([*busy, *echoes])[2:] == [[large], [large]]
 
 
 def test_many_pools_of_one_host_do_not_meet() -> None:
