@@ -178,6 +178,7 @@ class SleepingPool(SpmdPool):
         self._packed: list[Packed] = [pack(None)] * self.world_size  # a rank's last call
         self._known: tuple[Packed, Call] | None = None  # what ranks without an answer read once
         self._sent = [0] * self.world_size  # bytes
+        self._counted = (self._packed[0], 0)  # the last call and its bytes
 
     def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
         """Receive what the ranks answer."""
@@ -201,7 +202,9 @@ class SleepingPool(SpmdPool):
     def _deliver(self, rank: int, call: Packed) -> None:
         self._queue.append(rank)
         self._packed[rank] = call
-        self._sent[rank] += call.num_bytes
+        if call is not self._counted[0]:  # a socket would not ask each time
+            self._counted = (call, call.num_bytes)
+        self._sent[rank] += self._counted[1]
 
     def _reply(self, rank: int) -> Packed:
         call = self._call(rank)

@@ -6,10 +6,11 @@ Shape legend: N rows (sequences), T values of all rows end to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Buffer, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Self
+from pickle import PickleBuffer
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +62,12 @@ class Ragged:
         lengths = torch.cat([column.lengths for column in columns])[torch.from_numpy(row_of)]
         return Joined([rows[i] for i in row_of.tolist()], lengths, columns[0])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle the values as plain bytes: those of a view alone, not of all its storage."""
         values = self.values
-        raw = np.ascontiguousarray(_as_numpy(values.cpu())).reshape(-1).view(np.uint8)
-        return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), self.lengths.numpy())
+        array = np.ascontiguousarray(_as_numpy(values.cpu())).reshape(-1).view(np.uint8)
+        raw = PickleBuffer(array) if int(protocol) >= 5 else array  # may travel beside the pickle
+        return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), to_bytes(self.lengths))
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -100,6 +102,13 @@ class Ragged:
     def contiguous(self) -> Ragged:
         """Give the column with its values end to end, of which consecutive rows are a view."""
         return self
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Ragged]:
+        """Cut into consecutive parts of so many rows, N in all; no value is copied."""
+        stops = np.concatenate([[0], self.lengths.cumsum(0).numpy()])
+        totals = np.diff(stops[np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])])
+        values = torch.split(self.values, totals.tolist())
+        return list(map(Ragged, values, torch.split(self.lengths, list(sizes))))
 
     def to(self, device: torch.device) -> Ragged:
         """Bring the values to a device; the lengths stay on the CPU."""
@@ -207,9 +216,20 @@ class ByRow(Ragged):
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "lengths", lengths)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle the numbers."""
-        return _unpickle_by_row, (type(self), self.numbers.numpy(), self.lengths.numpy())
+        numbers = self.numbers
+        return _unpickle_by_row, (
+            type(self),
+            numbers.dtype,
+            to_bytes(numbers),
+            to_bytes(self.lengths),
+        )
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Self]:
+        """Cut into consecutive parts of so many rows, N in all."""
+        numbers, lengths = (torch.split(c, list(sizes)) for c in (self.numbers, self.lengths))
+        return list(map(type(self), numbers, lengths))
 
     def select(self, indices: Sequence[int]) -> Self:
         """Take rows by index, in that order."""
@@ -268,25 +288,30 @@ def _repeat(numbers: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 
+def to_bytes(values: Tensor) -> bytes:
+    """Give the bytes of a small tensor: numpy and torch take many times as long to pickle one."""
+    return values.numpy().tobytes()
+
+
+def from_bytes(raw: Buffer, dtype: torch.dtype) -> Tensor:
+    """Make a tensor [*] on these bytes, or on a copy if they must not be written.
+
+    Ray's arrays lie in a store that all ranks of a node share.
+    """
+    array = np.frombuffer(raw, np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)
+
+
 def _unpickle_ragged(
-    raw: npt.NDArray[np.uint8],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    lengths: npt.NDArray[np.int64],
+    raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], lengths: bytes
 ) -> Ragged:
-    values = torch.from_numpy(_own(raw)).view(dtype).view(shape)
-    return Ragged(values, torch.from_numpy(_own(lengths)))
+    return Ragged(from_bytes(raw, dtype).view(shape), from_bytes(lengths, torch.int64))
 
 
 def _unpickle_by_row(
-    kind: type[ByRow], numbers: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
+    kind: type[ByRow], dtype: torch.dtype, numbers: bytes, lengths: bytes
 ) -> ByRow:
-    return kind(torch.from_numpy(_own(numbers)), torch.from_numpy(_own(lengths)))
-
-
-def _own[A: np.generic](array: npt.NDArray[A]) -> npt.NDArray[A]:
-    """Copy what must not be written: Ray's arrays lie in a store that all ranks of a node share."""
-    return array if array.flags.writeable else array.copy()
+    return kind(from_bytes(numbers, dtype), from_bytes(lengths, torch.int64))
 
 
 def _are_consecutive(indices: Sequence[int]) -> bool:

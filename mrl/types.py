@@ -21,6 +21,7 @@ from mrl.columns import ByRow as ByRow
 from mrl.columns import Joined as Joined
 from mrl.columns import Ragged as Ragged
 from mrl.columns import Repeated as Repeated
+from mrl.columns import from_bytes, to_bytes
 
 
 class Numbers(Sequence[Any]):
@@ -33,7 +34,9 @@ class Numbers(Sequence[Any]):
 
     def __init__(self, numbers: Sequence[Any] | npt.NDArray[Any], dtype: type[np.generic]) -> None:
         """Store a copy of the numbers, or the array itself where it has the dtype already."""
-        self.array: npt.NDArray[Any] = np.asarray(as_array(numbers), dtype)
+        self.array: npt.NDArray[Any]
+        # not `isinstance`: that of an abstract class takes longer than all else here
+        self.array = np.asarray(numbers.array if type(numbers) is Numbers else numbers, dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -59,6 +62,9 @@ def as_array(numbers: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Give the array of `Numbers`, or an array itself; of anything else a copy."""
     # not `isinstance`: that of an abstract class takes longer than all else here
     return numbers.array if type(numbers) is Numbers else np.asarray(numbers)
+
+
+_set = object.__setattr__  # a step makes tens of thousands of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,12 @@ class Sample:
     routing: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", Numbers(self.prompt_ids, np.int32))
-        object.__setattr__(self, "response_ids", Numbers(self.response_ids, np.int32))
-        object.__setattr__(self, "log_probs", Numbers(self.log_probs, np.float32))
-        if len(self.log_probs) != len(self.response_ids):
+        response_ids = Numbers(self.response_ids, np.int32)
+        log_probs = Numbers(self.log_probs, np.float32)
+        _set(self, "prompt_ids", Numbers(self.prompt_ids, np.int32))
+        _set(self, "response_ids", response_ids)
+        _set(self, "log_probs", log_probs)
+        if len(log_probs.array) != len(response_ids.array):
             raise ValueError(
                 f"{self.uid}: {len(self.log_probs)} log-probs for {len(self.response_ids)} tokens"
             )
@@ -152,12 +160,12 @@ class Sequences:
         return Sequences(self.tokens.select(indices), self.response_lengths[rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the lengths as numpy's: torch takes 50 times as long over a small tensor."""
-        return _unpickle_sequences, (self.tokens, self.response_lengths.numpy())
+        """Pickle the lengths as bytes."""
+        return _unpickle_sequences, (self.tokens, to_bytes(self.response_lengths))
 
 
-def _unpickle_sequences(tokens: Ragged, lengths: npt.NDArray[np.int64]) -> Sequences:
-    return Sequences(tokens, torch.from_numpy(lengths.copy()))  # Ray's memory is read-only
+def _unpickle_sequences(tokens: Ragged, lengths: bytes) -> Sequences:
+    return Sequences(tokens, from_bytes(lengths, torch.int64))
 
 
 @dataclass(frozen=True, slots=True)

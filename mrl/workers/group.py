@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from mrl.algorithms.reductions import Max, Metric, merge
 from mrl.batching.balance import sequence_costs
@@ -234,30 +236,27 @@ class TrainGroup:
 _shares = lru_cache(maxsize=1)(shares)
 
 
-class _Rows(Protocol):
-    """Rows that can be taken by index."""
-
-    def select(self, indices: Sequence[int]) -> Self: ...
-
-
-def _dealt[R: _Rows](batch: R, parts: Sequence[Share]) -> list[R]:
+def _dealt(batch: Any, parts: Sequence[Share]) -> Sequence[Any]:
     """Give each part its rows: brought into the parts' order once, of which each is a view."""
-    dealt = _together(batch.select([i for part in parts for i in part.rows]))
-    edges = [0, *accumulate(len(part.rows) for part in parts)]
-    return [dealt.select(range(start, stop)) for start, stop in pairwise(edges)]
+    in_order = batch.select([i for part in parts for i in part.rows])
+    return _cut(in_order, [len(part.rows) for part in parts])
 
 
-def _together[R](batch: R) -> R:
-    """Bring the values of each column together, so that a part's rows are views of them."""
-    if isinstance(batch, Ragged):
-        return batch.contiguous()  # type: ignore[return-value]
-    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}  # type: ignore[arg-type]
-    moved = {n: _together(c) for n, c in columns.items() if isinstance(c, Ragged | Sequences)}
-    return replace(batch, **moved)  # type: ignore[type-var]
+def _cut(rows: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """Cut a batch, column by column, into parts of so many rows."""
+    match rows:
+        case None:
+            return [None] * len(sizes)
+        case Ragged():
+            return rows.contiguous().split(sizes)
+        case Tensor():
+            return torch.split(rows, list(sizes))
+    columns = [_cut(getattr(rows, f.name), sizes) for f in fields(rows)]
+    return [type(rows)(*part) for part in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=1)
-def _dealt_alike(sequences: Sequences, parts: tuple[Share, ...]) -> list[Sequences]:
+def _dealt_alike(sequences: Sequences, parts: tuple[Share, ...]) -> Sequence[Sequences]:
     """Deal what several roles score: to those of equal layout it is brought together once."""
     return _dealt(sequences, parts)
 
