@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -17,7 +17,7 @@ from mrl.checkpoint.folder import CheckpointFolder
 from mrl.config import build_plan
 from mrl.config.schema import TrainerConfig
 from mrl.restarts import resume_point, start_from, with_restarts
-from mrl.workers.group import WorkerError
+from mrl.workers.group import Answers, WorkerError
 from mrl.workers.job import run_job
 from tests.runs import Inputs, Recording, overrides, rollouts_of, steps_of
 from tests.workers import jobs
@@ -159,12 +159,14 @@ def test_a_restarted_run_gives_the_numbers_of_an_uninterrupted_one(
 
     asked, original = [0], Recording.submit
 
-    def submit(self: Recording, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future:
-        if (role, method, rank) == ("actor", "log_probs", 1):
+    def submit(
+        self: Recording, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        if (role, method) == ("actor", "log_probs") and 1 in ranks:
             asked[0] += 1
             if asked[0] in (1, 4):  # steps 1; 1, 2, 3
                 os.kill(self.pool._pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
-        return original(self, rank, role, method, args)
+        return original(self, ranks, role, method, args)
 
     monkeypatch.setattr(Recording, "submit", submit)
     run = tmp_path / "run"

@@ -41,6 +41,8 @@ class Answers(Future[list[Any]]):
         self.ranks = ranks
         self._values: dict[int, Any] = {}
         self._lock = threading.Lock()  # ranks answer in threads of their own
+        if not ranks:
+            self.set_result([])
 
     def awaits(self, rank: int) -> bool:
         """Say whether a rank was asked and has not answered."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from mrl.types import (
     SamplingParams,
     Sequences,
 )
-from mrl.workers.group import MegatronRanks, RolloutGroup, TrainGroup
+from mrl.workers.group import Answers, MegatronRanks, RolloutGroup, TrainGroup
 
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 
@@ -34,14 +33,17 @@ class LocalPool:
         self.world_size, self._answer = world_size, answer
         self.calls: list[tuple[int, str, str, tuple[Any, ...]]] = []
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        self.calls.append((rank, role, method, args))
-        future: Future[Any] = Future()
-        future.set_result(self._answer(rank, method, args))
-        return future
+    def submit(
+        self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
+    ) -> Answers:
+        answers = Answers(ranks)
+        for rank in ranks:
+            self.calls.append((rank, role, method, args))
+            answers.take(rank, self._answer(rank, method, args))
+        return answers
 
-    def wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        return [future.result() for future in futures]
+    def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
+        return [call.result() for call in calls]
 
     def close(self) -> None:
         pass
