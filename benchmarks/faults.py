@@ -6,6 +6,8 @@ from its last checkpoint each time, and compares its numbers with those of a run
 `kills` ends a whole job, controller and ranks, at random moments, starts it again each time, and
 compares likewise. Times are from the fault to the end of every process of its ranks; where only
 the clock can tell (a rank that is stopped or sleeps), trainer.hang_timeout_s is left out.
+
+With `--folder` each part is kept there when it is done, and not repeated by the next call.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from mrl.tracking.jsonl import read_metrics
 from tests.faults.jobs import (
     IDLE_KINDS,
@@ -41,6 +44,8 @@ from tests.faults.jobs import (
 from tests.runs import ROOT, steps_of
 
 NAME = "faults"
+# How a launcher learns of an end does not depend on the phase: one meets all, the others some.
+_SOME_PHASES = ("rollout", "update", "save", "idle")
 _RUN_LIMIT_S = 3600.0
 
 
@@ -127,11 +132,12 @@ def kills(count: int, launcher: str, config: Path, folder: Path, seed: int) -> d
     }
 
 
-def whole(config: Path, folder: Path, steps: int) -> None:
+def whole(config: Path, folder: Path, steps: int) -> dict[str, Any]:
     """Run without a fault for as many steps as any of the others."""
     with start("warm", config, folder / "whole" / "run", steps) as command:
         if command.wait(_RUN_LIMIT_S) != 0:
             raise RuntimeError(command.stderr)
+    return {"steps": steps}
 
 
 def _compare(run: Path, whole_run: Path, steps: int) -> dict[str, Any]:
@@ -156,10 +162,11 @@ def _last_checkpoint(run: Path) -> int:
 def run(argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run what is asked for; gives counts, the longest times, and all endings."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.run {NAME}", description=__doc__)
-    parser.add_argument("--launchers", nargs="*", default=list(LAUNCHERS), choices=LAUNCHERS)
+    launchers = ("warm", "torchrun", "ray")  # warm ones are spawned, but for their imports
+    parser.add_argument("--launchers", nargs="*", default=launchers, choices=LAUNCHERS)
     parser.add_argument("--kinds", nargs="*", default=list(RANK_KINDS), choices=RANK_KINDS)
     phases = (*RANK_PHASES, "idle")
-    parser.add_argument("--phases", nargs="*", default=list(phases), choices=phases)
+    parser.add_argument("--phases", nargs="*", choices=phases, help="default: all for warm ones")
     parser.add_argument("--rewards", nargs="*", default=["warm"], choices=LAUNCHERS)
     parser.add_argument("--kills", type=int, default=20, help="of a whole job (default 20)")
     parser.add_argument("--kills-launcher", default="warm", choices=("warm", "spawned"))
@@ -171,25 +178,47 @@ def run(argv: Sequence[str] = ()) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        config = _inputs(folder)
-        faults = planned(arguments.kinds, arguments.phases, arguments.seed)
-        whole(config, folder, max(len(faults) + 2, 6 * arguments.kills))
-        steps = len(faults) + 2
-        results = [
-            matrix(launcher, faults, config, folder, steps, "matrix")
-            for launcher in arguments.launchers
-        ]
-        scoring = [rewards(name, arguments.kinds, config, folder) for name in arguments.rewards]
-        killed = None
-        if arguments.kills:
-            launcher = arguments.kills_launcher
-            killed = kills(arguments.kills, launcher, config, folder, arguments.seed)
+        return _run_in(folder, arguments)
+
+
+def _run_in(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    config, seed, results = _inputs(folder), arguments.seed, []
+    every = (*RANK_PHASES, "idle")
+    faults = {
+        name: planned(
+            arguments.kinds, arguments.phases or (every if name == "warm" else _SOME_PHASES), seed
+        )
+        for name in arguments.launchers
+    }
+    longest = max((len(own) + 2 for own in faults.values()), default=0)
+    count, launcher = arguments.kills, arguments.kills_launcher
+    _kept(folder, "whole", whole, config, folder, max(longest, 6 * count))
+    killed = _kept(folder, "kills", kills, count, launcher, config, folder, seed) if count else None
+    for name, own in faults.items():
+        parts = (name, own, config, folder, len(own) + 2, "matrix")
+        results.append(_kept(folder, f"matrix_{name}", matrix, *parts))
+    scoring = [
+        _kept(folder, f"rewards_{name}", rewards, name, arguments.kinds, config, folder)
+        for name in arguments.rewards
+    ]
     return {
         "matrix": results,
         "rewards": scoring,
         "table": table([*results, *scoring]),
         "kills": killed,
     }
+
+
+def _kept(
+    folder: Path, name: str, work: Callable[..., dict[str, Any]], *args: Any
+) -> dict[str, Any]:
+    """Do a part of the work, or take what it gave the last time."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        found = {**work(*args), "commit": record.environment()["commit"]}
+        path.write_text(json.dumps(found))
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def _again(argv: Sequence[str]) -> dict[str, Any]:
