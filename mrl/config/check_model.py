@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from mrl.config.errors import ConfigError, Violation
 from mrl.config.roles import (
@@ -54,6 +55,7 @@ class ModelShape:
     max_position_embeddings: int
     experts: int  # 0: a dense model
     expert_size: int  # intermediate size of one
+    qkv_rows: int  # of the trainer's fused projection; 0: a latent one
 
     def rejects_tp(self, tp: int) -> str:
         """Say which size a tensor-parallel size cannot cut, "" when all can be.
@@ -67,6 +69,12 @@ class ModelShape:
         if self.intermediate_size % tp:
             return f"does not divide the intermediate size {self.intermediate_size}"
         return ""
+
+    def rejects_training_tp(self, tp: int) -> str:
+        """Say the same of the trainer, which cuts queries, keys and values as one matrix."""
+        if self.qkv_rows % tp:
+            return self.rejects_tp(tp) or f"does not divide the {self.qkv_rows} rows of its QKV"
+        return self.rejects_tp(tp)
 
 
 def read_shape(key: str, path: str) -> ModelShape | None:
@@ -93,6 +101,7 @@ def read_shape(key: str, path: str) -> ModelShape | None:
             expert_size=int(found[_EXPERT_SIZE.get(kind, "moe_intermediate_size")])
             if experts
             else 0,
+            qkv_rows=0 if "kv_lora_rank" in found else _qkv_rows(found),
         )
     except KeyError as error:
         kind = found.get("model_type")
@@ -104,6 +113,13 @@ def read_shape(key: str, path: str) -> ModelShape | None:
         rule = f"{file} is of model_type {kind!r}, which is not supported"
         raise ConfigError([Violation(key, path, rule, " or ".join(MODEL_TYPES))])
     return shape
+
+
+def _qkv_rows(found: Mapping[str, Any]) -> int:
+    heads = int(found["num_attention_heads"])
+    kv_heads = int(found.get("num_key_value_heads") or heads)
+    width = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
+    return (heads + 2 * kv_heads) * width
 
 
 def check_model(config: Config) -> Iterator[Violation]:
@@ -131,7 +147,8 @@ def _check_layout(
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     cp = m.context_parallel_size
     key = f"{section}.tensor_model_parallel_size"
-    legal = _legal_tps(world, pp * cp, shape)
+    rejects = shape.rejects_training_tp if shape is not None else _rejects_none
+    legal = _legal_tps(world, pp * cp, rejects)
     if world % role.ranks_a_replica:
         blamed, size, nearest = key, tp, legal
         if not legal:  # no TP helps: the larger of the others is to blame
@@ -142,7 +159,7 @@ def _check_layout(
         rule = f"tp {tp} x pp {pp} x cp {cp} = {role.ranks_a_replica} ranks must divide the "
         yield Violation(blamed, size, f"{rule}{world} ranks", nearest)
     if shape is not None:
-        if reason := shape.rejects_tp(tp):
+        if reason := rejects(tp):
             yield Violation(key, tp, f"{reason} of {shape.path}", legal)
         yield from _check_layers(world, role, shape)
     yield from _check_context(config, role, shape)
@@ -264,7 +281,7 @@ def _check_experts(world: int, role: RoleSettings, shape: ModelShape | None) -> 
 
 def _check_rollout(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
     tp, world = config.rollout.tensor_model_parallel_size, len(rollout_ranks(config))
-    legal = _legal_tps(world, 1, shape)
+    legal = _legal_tps(world, 1, shape.rejects_tp if shape is not None else _rejects_none)
     if world % tp:
         yield Violation(_ROLLOUT_TP, tp, f"must divide the engine's {world} ranks", legal)
     if shape is not None and (reason := shape.rejects_tp(tp)):
@@ -336,10 +353,10 @@ def _check_lengths(config: Config, shape: ModelShape | None) -> Iterator[Violati
         )
 
 
-def _legal_tps(world: int, others: int, shape: ModelShape | None) -> str:
-    legal = [
-        str(tp)
-        for tp in range(1, world + 1)
-        if world % (tp * others) == 0 and (shape is None or not shape.rejects_tp(tp))
-    ]
-    return ", ".join(legal)
+def _legal_tps(world: int, others: int, rejects: Callable[[int], str]) -> str:
+    legal = (tp for tp in range(1, world + 1) if world % (tp * others) == 0)
+    return ", ".join(str(tp) for tp in legal if not rejects(tp))
+
+
+def _rejects_none(tp: int) -> str:
+    return ""

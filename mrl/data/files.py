@@ -138,19 +138,27 @@ class _Parquet:
         """Decode a row group."""
         with _readable(self.path, block):
             table = self._file.read_row_group(block)
+            self._check_count(block, table.num_rows)
         return _Table(self.path, block, table, self._messages)
 
     def scan(self, block: int, columns: Sequence[str] | None) -> Iterator[list[Row]]:
         """Stream a row group in batches, reading the named columns only."""
         wanted = self.columns() if columns is None else [c for c in self.columns() if c in columns]
         batches = self._file.iter_batches(_LINES, row_groups=[block], columns=list(wanted))
+        found = 0
         while True:
             with _readable(self.path, block):
                 batch = next(batches, None)
-                rows = [] if batch is None else _plain(batch, self._messages)
-            if batch is None:
-                return
+                if batch is None:
+                    self._check_count(block, found)
+                    return
+                found += batch.num_rows
+                rows = _plain(batch, self._messages)
             yield rows
+
+    def _check_count(self, block: int, found: int) -> None:
+        if found != self.counts[block]:
+            raise ValueError(f"it holds {found} rows, its metadata count {self.counts[block]}")
 
     def tail_bytes(self) -> int:
         """Size of the footer: schema, and sizes and statistics of all row groups."""

@@ -61,6 +61,7 @@ def model(tmp_path: Path) -> Callable[..., str]:
         folder.mkdir(exist_ok=True)
         shape = {
             "model_type": "qwen2",
+            "hidden_size": 3584,
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
             "num_hidden_layers": 28,

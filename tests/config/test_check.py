@@ -153,6 +153,17 @@ def test_more_tp_ranks_than_key_value_heads_are_legal(load, model):
     )
 
 
+def test_training_tp_must_divide_the_rows_of_its_qkv(refuse, load, model):
+    """Three heads a rank of 8, and 2 x 1 of 8 more, are 64 rows: three ranks cannot share them."""
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8}
+    path = f"model.path={model(**shape, intermediate_size=3 * 64)}"
+    three = ("trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=3", "rollout.n=6")
+    load(*three, path, GRPO, text=ONE_RANK)
+    key = "actor.megatron.tensor_model_parallel_size"
+    (found,) = refuse(*three, path, GRPO, f"{key}=3", text=ONE_RANK)
+    assert (found.key, found.nearest) == (key, "1") and "64 rows of its QKV" in found.rule
+
+
 def test_tp_must_divide_the_world(refuse):
     (found,) = refuse("rollout.tensor_model_parallel_size=2", text=ONE_RANK)
     assert found.nearest == "1"

@@ -127,6 +127,22 @@ def test_much_damaged_parquet_is_refused_by_file(
     assert fuzz_parquet(1, MANY, tmp_path / "a.parquet", row, tokenizer) < MANY
 
 
+def test_a_row_group_of_other_rows_than_its_metadata_count_is_refused(
+    tmp_path: Path, row: Row
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([row([{"role": "user", "content": "x"}])] * 3), path)
+    rows = RowFiles(path)
+    rows.readers[0].counts = [4]
+    for read in (
+        lambda: rows.row(0),
+        lambda: list(rows.scan()),
+        lambda: list(rows.scan(["data_source"])),
+    ):
+        with pytest.raises(ValueError, match=r"a\.parquet .*group 0: it holds 3 rows, .* count 4"):
+            read()
+
+
 MESSAGE = pa.struct(
     [("role", pa.string()), ("content", pa.large_string()), ("tool_calls", pa.list_(pa.int64()))]
 )
