@@ -45,7 +45,7 @@ from tests.runs import ROOT, steps_of
 
 NAME = "faults"
 # How a launcher learns of an end does not depend on the phase: one meets all, the others some.
-_SOME_PHASES = ("rollout", "update", "save", "idle")
+_SOME_PHASES = ("update", "save", "idle")
 _RUN_LIMIT_S = 3600.0
 
 

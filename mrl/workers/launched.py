@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ from mrl.workers.pool import SpmdPool
 from mrl.workers.specs import JobSpec
 from mrl.workers.spmd import rank_environment, work
 from mrl.workers.wire import connect
+
+_LAST_WORD_S = 20.0  # torchrun kills 30 s after its SIGTERM
 
 
 def run_under_launcher(
@@ -50,6 +53,7 @@ def run_under_launcher(
     store.set("controller", json.dumps([*here, host, listener.address[1], told]))
 
     pools: list[SpmdPool] = []
+    outlive_sigterm(lambda: any(pool.has_failed for pool in pools))
 
     def make_pool(spec: JobSpec) -> SpmdPool:
         pool = SpmdPool(listener, world_size, spec, spec.hang_timeout_s, spec.timeout_s)
@@ -77,6 +81,29 @@ def run_under_launcher(
     thread.start()
     _work_for_controller(store, authkey)
     thread.join()
+
+
+def outlive_sigterm(has_failed: Callable[[], bool]) -> None:
+    """Let SIGTERM end this process a while later, if a rank has failed before.
+
+    torchrun ends all ranks within 0.1 s of one's death: sooner than its cause is put together and
+    told. The main thread may be in a collective, where Python runs no handler, but a signal's
+    number reaches the pipe whatever the process does.
+    """
+    numbers, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def end() -> None:
+        while os.read(numbers, 1)[0] != signal.SIGTERM:
+            pass
+        if has_failed():
+            time.sleep(_LAST_WORD_S)  # who says it ends the process
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # Python's is for the main thread
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def serve_rank(device: str, deterministic: bool = False) -> None:

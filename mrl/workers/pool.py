@@ -95,6 +95,11 @@ class SpmdPool:
         self._failed = threading.Event()
         self._closing = False
 
+    @property
+    def has_failed(self) -> bool:
+        """Say whether a rank has failed."""
+        return self._failed.is_set()
+
     def start(self) -> None:
         """Accept every rank and wait until all have built their roles.
 
