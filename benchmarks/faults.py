@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from mrl.checkpoint.atomic import write_atomically
 from mrl.tracking.jsonl import read_metrics
 from tests.faults.jobs import (
     IDLE_KINDS,
@@ -213,12 +214,12 @@ def _kept(
     folder: Path, name: str, work: Callable[..., dict[str, Any]], *args: Any
 ) -> dict[str, Any]:
     """Do a part of the work, or take what it gave the last time."""
-    path = folder / f"{name}.json"
-    if not path.exists():
-        found = {**work(*args), "commit": record.environment()["commit"]}
-        path.write_text(json.dumps(found))
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
+    path, asked = folder / f"{name}.json", " ".join(map(str, args))
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if kept.get("asked") != asked:
+        kept = {**work(*args), "commit": record.environment()["commit"], "asked": asked}
+        write_atomically(path, json.dumps(kept))
+    return kept
 
 
 def _again(argv: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -9,11 +10,16 @@ import platform
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.declared import declare
+from benchmarks.figures import FLOP_CONVENTION, listed
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+SMOKES = ROOT / "runs" / "bench"
 PACKAGES = (
     "torch",
     "megatron-core",
@@ -87,12 +93,55 @@ def environment() -> dict[str, Any]:
 def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Save {name, environment, result} as <folder>/<name>.json, replacing it whole.
 
-    Raises TypeError when the result holds what JSON cannot say; the old file then stays.
+    `name` begins with the benchmark's; the result gets its figures. Raises TypeError when the
+    result holds what JSON cannot say; the old file then stays.
     """
-    text = json.dumps({"name": name, "environment": environment(), "result": result}, indent=2)
-    folder.mkdir(parents=True, exist_ok=True)
+    known = environment()
+    told = {**result, "flop_convention": FLOP_CONVENTION}
     path = folder / f"{name}.json"
+    _save(path, {"name": name, "environment": known, "result": told})
+    # What was measured is safe by now, also where no figures can be made of it.
+    told["figures"] = listed(declare(name, result, known))
+    _save(path, {"name": name, "environment": known, "result": told})
+    return path
+
+
+def _save(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".json.partial")
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
-    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a run's JSON goes."""
+
+    name: str
+    folder: Path
+
+    def write(self, result: dict[str, Any]) -> Path:
+        """Save what there is."""
+        return write(self.name, result, self.folder)
+
+
+def parser_of(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """Make a benchmark's parser with the options that all have."""
+    parser = argparse.ArgumentParser(prog=f"mrl bench {benchmark}", description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--name", help="of the JSON file; begins with the benchmark's")
+    parser.add_argument("--folder", type=Path, help="of what is written")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: is it right")
+    return parser
+
+
+def output_of(benchmark: str, options: argparse.Namespace) -> Output:
+    """Say where a run's JSON goes: a smoke run never takes the place of a baseline.
+
+    Raises ValueError for a name that does not begin with the benchmark's.
+    """
+    name = options.name or (f"{benchmark}_smoke" if options.smoke else benchmark)
+    if name != benchmark and not name.startswith(f"{benchmark}_"):
+        raise ValueError(f"--name {name}: begin it with {benchmark!r}, as {benchmark}_{name}")
+    return Output(name, options.folder or (SMOKES if options.smoke else RESULTS))

@@ -4,8 +4,8 @@ Qwen2.5-7B shape, bfloat16, random weights, two GPUs. The trainer's side is plac
 places it; the engine's side is plain tensors placed as vLLM places them (`--engine tensors`), or a
 live vLLM engine whose CUDA graphs were captured before the first sync (`--engine vllm`).
 Every measurement is the slowest rank's, host time with the device synchronised at both ends.
-Starts its ranks itself and saves after every group of cases:
-python -m benchmarks.reshard --name reshard_h200 [--engine tensors vllm] [--cases ...] [--smoke]
+Starts its ranks itself and saves after every group of cases. On two H200:
+mrl bench reshard --name reshard_h200 [--engine tensors vllm] [--cases ...]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks.record import ROOT, output_of, parser_of
 from benchmarks.sides import QWEN2_7B, TINY, LiveEngine, Side, Weights, allocate, tensors_side
 from mrl.resharding import MegatronLayout, ModelShape, ReshardPlan, plan
 from mrl.resharding.gather import GatherSync
@@ -287,7 +287,7 @@ def run_section(engine: str, names: Sequence[str], smoke: bool) -> dict[str, Any
 
 def _call(command: Sequence[str], stream: Any, environment: Mapping[str, str]) -> str:
     process = subprocess.Popen(
-        command, cwd=record.ROOT, stdout=stream, stderr=subprocess.STDOUT, env=dict(environment)
+        command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=dict(environment)
     )
     try:
         return f"exit {process.wait(_SECTION_LIMIT_S)}"
@@ -312,8 +312,9 @@ def _sections(engines: Sequence[str], names: Sequence[str]) -> list[tuple[str, l
 def run(args: Sequence[str]) -> dict[str, Any]:
     """Run all sections, saving what there is after each."""
     options = _parse(args)
-    settings = SMOKE if options.smoke else REAL
+    settings, output = SMOKE if options.smoke else REAL, output_of(NAME, options)
     result: dict[str, Any] = {
+        "smoke": options.smoke,
         "model": dict(TINY if options.smoke else QWEN2_7B),
         "ranks": WORLD,
         "warmups": settings.warmups,
@@ -322,8 +323,7 @@ def run(args: Sequence[str]) -> dict[str, Any]:
     }
     for engine, names in _sections(options.engine, options.cases):
         result["engines"][engine] |= run_section(engine, names, options.smoke)
-        if options.name != NAME:
-            record.write(options.name, result)
+        output.write(result)
     print(table(result))
     return result
 
@@ -356,25 +356,12 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.reshard")
+    parser = parser_of(NAME, __doc__)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--name", default=NAME, help="of the JSON file under benchmarks/results")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on CPU ranks")
     parser.add_argument("--out", help="of one rank's section; set by the launcher")
     return parser.parse_args(list(args))
 
 
-def main(args: Sequence[str]) -> int:
-    """Run, or be one rank of a run."""
-    options = _parse(args)
-    if options.out is not None:
-        rank_main(options)
-        return 0
-    path = record.write(options.name, run(args))
-    print(f"written to {path}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    rank_main(_parse(sys.argv[1:]))

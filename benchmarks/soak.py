@@ -91,7 +91,7 @@ def run(argv: Sequence[str] = ()) -> dict[str, Any]:
         status = command.wait(_END_LIMIT_S)
         ended_s, left = time.time() - asked, command.survivors()
     rows = [row for row in read_metrics(metrics) if "timing_s/step" in row]
-    kept = max(int(p.name.rpartition("_")[2]) for p in metrics.parent.glob("global_step_*"))
+    kept = max(int(p.name.rpartition("_")[2]) for p in metrics.parent.glob("global_step_*[0-9]"))
     return {
         "hours": (looks[-1].at - looks[0].at) / 3600,
         "steps": rows[-1]["step"],
@@ -117,10 +117,12 @@ def _step_seconds(row: dict[str, Any]) -> float:
 def _over_time(values: Sequence[float]) -> dict[str, Any]:
     """Give the medians of ten equal parts, and the last one over the second."""
     cuts = [round(i * len(values) / _PARTS) for i in range(_PARTS + 1)]
-    parts = [statistics.median(values[a:b]) for a, b in pairwise(cuts) if a < b]
+    parts: list[float] = [statistics.median(values[a:b]) for a, b in pairwise(cuts) if a < b]
     return {
         "medians": [round(part, 4) for part in parts],
-        "growth": round(parts[-1] / parts[min(1, len(parts) - 1)], 4) if parts[0] else None,
+        "growth": round(parts[-1] / second, 4)
+        if (second := parts[min(1, len(parts) - 1)])
+        else None,
     }
 
 

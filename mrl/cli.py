@@ -108,6 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         add("check-layout", _check_layout, "one batch on several layouts: do the numbers agree?")
     )
     _add_convert(add("convert", _convert, "a Hugging Face folder to Megatron-Core, and back"))
+    report = add("report", _report, "one HTML file about a run, or several compared")
+    report.add_argument("folders", nargs="+", metavar="RUN_DIR", help="trainer.default_local_dir")
+    report.add_argument("--out", metavar="FILE", help="default: report.html, of one run in RUN_DIR")
+    watch = add("watch", _watch, "a dashboard of a running or finished run, from its folder alone")
+    watch.add_argument("folder", metavar="RUN_DIR", help="its trainer.default_local_dir")
+    watch.add_argument("--once", action="store_true", help="print it as it is now, and end")
+    bench = add("bench", _bench, "list, run, compare or draw a checkout's benchmarks")
+    bench.add_argument("words", nargs=argparse.REMAINDER, metavar="NAME [ARG ...]")
     quickstart = add("quickstart", _quickstart, "the whole way on a laptop: make, warm up, train")
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="of the last stage")
     quickstart.add_argument("--config", default="configs/grpo/quickstart.yaml")
@@ -352,6 +360,37 @@ def _convert(arguments: argparse.Namespace) -> None:
             config=Path(arguments.config) if arguments.config else None,
         ),
     )
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from mrl.report import write_report
+
+    folders = [Path(folder) for folder in arguments.folders]
+    out = (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    out = out if arguments.out is None else Path(arguments.out)
+    for finding in write_report(folders, out):
+        print(f"warning: {finding}")
+    print(out)
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    from mrl.tracking.watch import watch
+
+    watch(Path(arguments.folder), arguments.once)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import importlib
+
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "benchmarks" / "run.py").is_file():
+        raise FileNotFoundError(
+            f"no benchmarks/ in {root}: they are not in the installed package; take a checkout, "
+            "install it with `pip install -e .`, and use its mrl"
+        )
+    sys.path.insert(0, str(root))
+    status: int = importlib.import_module("benchmarks.run").main(arguments.words)
+    return status
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

@@ -299,6 +299,8 @@ def from_bytes(raw: Buffer, dtype: torch.dtype) -> Tensor:
     Ray's arrays lie in a store that all ranks of a node share.
     """
     array = np.frombuffer(raw, np.uint8)
+    if not len(array):
+        return torch.empty(0, dtype=dtype)  # numpy's copy of nothing has no stride to view by
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)
 
 

@@ -47,6 +47,11 @@ def insistent_interrupts(again_s: float = AGAIN_S) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def ends_with_others() -> bool:
+    """Say whether a launcher started this process as a rank, and ends all ranks with one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+
+
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
     """Give an event that SIGUSR1 or SIGTERM sets: finish the step in hand, save, leave.
@@ -59,8 +64,7 @@ def stop_requests() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
-    numbers = _STOPS[:1] if is_rank else _STOPS
+    numbers = _STOPS[:1] if ends_with_others() else _STOPS
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.set()

@@ -26,9 +26,12 @@ from mrl.config import (
 )
 from mrl.data import SFTDataset
 from mrl.interrupts import stop_requests
+from mrl.report import report_finished
 from mrl.restarts import resume_point, start_from, with_restarts
+from mrl.tracking.profiles import Profiles
+from mrl.tracking.rates import Rates
 from mrl.tracking.recorder import Recorder
-from mrl.tracking.timers import Timers, throughput_metrics
+from mrl.tracking.timers import Timers
 from mrl.workers.group import RankPool
 from mrl.workers.job import roles_on, run_job, serve_as_rank, supervised_job_spec
 from mrl.workers.specs import JobSpec
@@ -64,6 +67,7 @@ class SFTTrainer:
             with_restarts(
                 lambda tries: self._fit(tries, stop), self.config.trainer.max_restarts, stop
             )
+            report_finished(self.checkpoints.root)
 
     def _fit(self, tries: int, stop: Event) -> None:
         latest = resume_point(self.checkpoints, self.config.trainer, tries)
@@ -94,8 +98,11 @@ class SFTTrainer:
         saver = Saver(self.checkpoints, {"actor": actor}, self.config)
         with Recorder(self.config, self.plan, self.total_steps, first) as recorder:
             recorder.start(f"{trainer.project_name} / {trainer.experiment_name}", roles.ranks)
+            rates = Rates(self.config, self.plan, roles.ranks)
+            profiles, timer = Profiles(self.config, pool), Timers(ranks=roles.busy)
             for step in range(first + 1, self.total_steps + 1):
-                timer = Timers()
+                timer = timer.next()
+                profiles.begin(step, timer)
                 batch = supervised_batch([self.dataset.example(i) for i in self._rows(step)])
                 with timer("update_actor"):
                     metrics = reduced(actor.update(batch, "supervise"))
@@ -104,11 +111,11 @@ class SFTTrainer:
                     saver.poll()
                     if asked or is_due(step, trainer.save_freq, self.total_steps):
                         saver.save(TrainerState(step, 0, trainer.seed, {}, 0.0))
+                profiles.end(step, timer)
                 timings = timer.metrics()
-                tokens = int(batch.sequences.tokens.lengths.sum())
                 responses = int(batch.sequences.response_lengths.sum())
-                rates = throughput_metrics(timings, tokens, responses, self.plan.world_size)
-                recorder.step(step, {**metrics, **timings, **rates})
+                speed = rates.over(timings, batch.sequences.tokens.lengths, responses, 1)
+                recorder.step(step, {**metrics, **timer.rank_metrics(), **speed})
                 if asked and step < self.total_steps:
                     saver.finish()
                     recorder.finish(f"stopped as asked after step {step}, {recorder.folder}")

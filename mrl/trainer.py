@@ -18,7 +18,7 @@ from typing import Any
 
 from mrl.algorithms.kl import kl_controller
 from mrl.algorithms.mismatch import sound_alarm
-from mrl.algorithms.reductions import Mean, Metric, reduced
+from mrl.algorithms.reductions import Metric, over_updates
 from mrl.batching.experience import Experience, Splits, policy_batches, value_batches
 from mrl.checkpoint.changes import check_changes
 from mrl.checkpoint.folder import CheckpointFolder, Found
@@ -38,14 +38,17 @@ from mrl.credit import Credit
 from mrl.data import PromptStream, RLHFDataset, StreamState
 from mrl.generation import Generator
 from mrl.interrupts import stop_requests
+from mrl.report import report_finished
 from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
 from mrl.tracking.metrics import ScoredBatch, summarise_batch
+from mrl.tracking.profiles import Profiles
 from mrl.tracking.rates import Rates, memory_metrics, sync_metrics
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.rollouts import rollout_rows
 from mrl.tracking.timers import Timers
+from mrl.tracking.tokens import TokenColumns
 from mrl.types import Ragged
 from mrl.validation import Validator
 from mrl.workers.group import RankPool, WorkerError
@@ -71,7 +74,7 @@ class RayPPOTrainer:
         if violations := check_config(config):
             raise ConfigError(violations)
         check_trainable(config)
-        self.config, self.plan = config, build_plan(config)
+        self.config, self.plan, self.tokenizer = config, build_plan(config), tokenizer
         data = config.data
         self.dataset = train_dataset or RLHFDataset(data.train_files, tokenizer, data)
         if val_dataset is None and data.val_files:
@@ -118,6 +121,7 @@ class RayPPOTrainer:
                 )
 
             with_restarts(run, self.config.trainer.max_restarts, stop)
+            report_finished(self.checkpoints.root)
 
     def _run(
         self, pool: RankPool, spec: JobSpec, last_step: int, found: Found | None, stop: Event
@@ -188,6 +192,7 @@ class _Run:
         self.config, self.plan, self.roles = trainer.config, trainer.plan, roles
         self.stop = stop
         self.stream, self.checkpoints = trainer.stream, trainer.checkpoints
+        self.tokenizer = trainer.tokenizer
         saved = {"actor": roles.actor, "critic": roles.critic}
         self.saver = Saver(
             self.checkpoints, {name: role for name, role in saved.items() if role}, self.config
@@ -197,7 +202,8 @@ class _Run:
         self.state, self.last_step = state, last_step
         self.credit = Credit(self.config, state.kl_coef)
         self.rates = Rates(self.config, self.plan, roles.ranks)
-        self.timer = Timers()  # of the step in hand
+        self.timer = Timers(ranks=roles.busy)  # of the step in hand
+        self.profiles = Profiles(self.config, roles.actor.pool)
         self.validator = Validator(
             self.config, self.plan, trainer.val_dataset, roles.rollout, scorer, recorder
         )
@@ -239,13 +245,13 @@ class _Run:
 
     def step(self, step: int) -> None:
         """Take one step: the whole of it, in order."""
-        timer, roles = Timers(), self.roles
+        timer, roles = self.timer.next(), self.roles
         self.timer = timer
+        self.profiles.begin(step, timer)
         drawn = self.generator(step, timer)
         batch, scores = drawn.batch, drawn.scores
-        self.recorder.rollouts(
-            "rollouts", step, rollout_rows(step, drawn.prompts, batch.samples, scores)
-        )
+        rows = rollout_rows(step, drawn.prompts, batch.samples, scores)
+        self.recorder.rollouts("rollouts", step, rows)
         measured: dict[str, Future[float]] = {}
         old_log_probs, rules = batch.rollout_log_probs, self.config.algorithm.rollout_correction
         with timer("old_log_prob"):
@@ -261,13 +267,16 @@ class _Run:
             values = roles.critic.values(batch.sequences) if roles.critic else None
         with timer("adv"):
             found = self.credit(step, drawn, old_log_probs, ref_log_probs, values)
+        own_log_probs = None if rules.bypass_mode else old_log_probs
+        columns = TokenColumns(batch.rollout_log_probs, own_log_probs, found.advantages)
+        self.recorder.tokens(step, rows, columns, self.tokenizer.decode)
         scored = ScoredBatch.of(
-            batch, self.config.data.max_prompt_length, scores,
-            None if rules.bypass_mode else old_log_probs,
+            batch, self.config.data.max_prompt_length, scores, own_log_probs,
             found.rewards, found.advantages, found.returns, values,
         )  # fmt: skip
         updates: dict[str, float] = {}
         summary = self.recorder.beside(summarise_batch, scored)
+        self.recorder.distributions(step, scored)
         with timer("update_critic"):
             if values is not None:
                 updates |= self._update_critic(batch, found.live, values, found.returns)
@@ -284,6 +293,7 @@ class _Run:
         )  # fmt: skip
         with timer("testing"):
             validation = self._validate(step)
+        self.profiles.end(step, timer)
         with timer("save_checkpoint"):
             self._save(step)
         if rules.alarm_action == "stop":
@@ -299,6 +309,7 @@ class _Run:
             **memory_metrics(drawn.memory),
             "training/global_step": step,
             "training/epoch": self.stream.epoch,
+            **timer.rank_metrics(),
             **self.rates(timer.metrics(), batch, "actor/grad_norm" in updates),
             **validation,
         })  # fmt: skip
@@ -372,8 +383,5 @@ def _collect_rarely() -> None:
 
 
 def _over_updates(role: str, updates: Sequence[Mapping[str, Metric]], due: int) -> dict[str, float]:
-    """Average what the optimizer steps of one rollout report; count those without a live token."""
-    names = dict.fromkeys(name for update in updates for name in update)
-    rows = [reduced(update) for update in updates]
-    means = {name: Mean.of(row[name] for row in rows if name in row) for name in names}
-    return {**reduced(means), f"{role}/skipped_updates": float(due - len(updates))}
+    """Join what the optimizer steps of one rollout report; count those without a live token."""
+    return {**over_updates(updates), f"{role}/skipped_updates": float(due - len(updates))}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # the tests of the config import no torch, and start at once
     from tests.runs import Inputs, Recording
 
 _RANKS = pytest.StashKey["Ranks"]()
+os.environ["MRL_STRICT_METRICS"] = "1"  # also for the commands that tests run
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -277,7 +277,7 @@ def _be_rank(request: Fork, rank: int) -> None:
         if role == "":
             module, name, kwargs = args
             return attrgetter(name)(importlib.import_module(module))(*first, **kwargs)
-        return first[0].call(role, method, args)
+        return first[0].answer(role, method, args)
 
     serve(connection, call)
 

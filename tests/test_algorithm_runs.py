@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_an_algorithm_trains_and_logs_its_numbers(
         assert set(row) >= LOGGED[case] | {"actor/pg_clipfrac", "actor/pg_clipfrac_lower"}
         assert row["actor/grad_norm"] > 0
         assert len(rollouts_of(run, step)) == 32
+        shown = [json.loads(text) for text in (run / f"tokens/{step}.jsonl").open()]
+        assert len(shown) == 4 and all(
+            len(s["pieces"]) == len(s["rollout_log_probs"]) == len(s["advantages"]) for s in shown
+        )
+        assert all((s["old_log_probs"] is None) == (case == "remax") for s in shown)
+    assert "</html>" in (run / "report.html").read_text()
     if case == "dapo":
         taken = [r["uid"] for step in (1, 2) for r in rollouts_of(run, step)]
         assert all(int(uid.split("-")[1]) % 3 for uid in taken)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.tracking.jsonl import read_metrics
 from tests.runs import MRL, Inputs, overrides, rollouts_of, run_command, steps_of
 
 pytestmark = pytest.mark.multiprocess
@@ -48,7 +49,14 @@ def assert_same_results(run: Path, other: Path) -> None:
 def test_launchers_agree_to_the_last_bit(
     launcher: str, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
-    assert_same_results(train(launcher, inputs, tmp_path / "run"), spawned_run)
+    profiled = ("trainer.profile_steps=[2]", "trainer.profile_ranks=null")
+    run = train(launcher, inputs, tmp_path / "run", *profiled)
+    assert_same_results(run, spawned_run)
+    traces = sorted(path.name for path in (run / "profile" / "step_2").iterdir())
+    assert traces == ["rank_0.trace.json.gz", "rank_1.trace.json.gz"]
+    for row in read_metrics(run / "metrics.jsonl")[2:]:
+        assert row["perf/rank_spread/update_actor"] >= 1
+        assert row["perf/slowest_rank/gen"] in (0, 1)
 
 
 @pytest.mark.slow

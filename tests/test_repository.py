@@ -21,7 +21,7 @@ LEVELS = (
     {"resharding"},
     {"workers"},
     {"checkpoint", "tracking", "planning"},
-    {"trainer", "generation", "credit", "sft", "validation", "check_layout", "restarts"},
+    {"trainer", "generation", "credit", "sft", "validation", "check_layout", "restarts", "report"},
     {"cli", "main_ppo", "launching", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.types import AtEnd, ByRow, Joined, Ragged, Repeated
+from mrl.types import AtEnd, ByRow, Joined, Ragged, Repeated, Sequences
+from mrl.workers.wire import pack
 
 
 def column(lengths: list[int], dtype: torch.dtype = torch.float32) -> Ragged:
@@ -127,3 +128,19 @@ def test_rows_of_another_width_keep_their_numbers() -> None:
     assert column.values.dtype == torch.int32 and column.values.tolist() == [5, 6, 7, 8]
     with pytest.raises(TypeError, match="same_kind"):
         _ = Joined([(np.array([0.5]),)], torch.tensor([1]), column.values).values
+
+
+@pytest.mark.parametrize("rows", [[], [0], [0, 0]])
+def test_a_part_without_rows_or_tokens_arrives_as_it_was_sent(rows: list[int]) -> None:
+    lengths = torch.tensor(rows, dtype=torch.int64)
+    numbers = torch.ones(len(rows))
+    sequences = Sequences(Ragged(torch.empty(0, dtype=torch.int32), lengths), lengths)
+    column = Ragged(torch.empty(0), lengths)
+    for sent in (sequences, column, Repeated(numbers, lengths)):
+        found = pack(sent).unpack()
+        assert len(found) == len(rows)
+        tokens = found.tokens if isinstance(found, Sequences) else found
+        assert torch.equal(tokens.lengths, lengths) and tokens.values.dtype in (
+            torch.int32,
+            torch.float32,
+        )

@@ -8,7 +8,7 @@ name that some ranks lack is reduced over those that have it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -68,7 +68,18 @@ class Min:
         return Min(math.nan if math.isnan(other.value) else min(self.value, other.value))
 
 
-Metric = Mean | Sum | Max | Min
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A number that all parts hold alike, as a learning rate or the norm of all gradients."""
+
+    value: float
+
+    def merge(self, other: Same) -> Same:
+        """Join two parts; NaN wins, so that a fault stays visible."""
+        return Same(math.nan if math.isnan(other.value) else max(self.value, other.value))
+
+
+Metric = Mean | Sum | Max | Min | Same
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -91,6 +102,25 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 )
             merged[name] = held.merge(metric)  # type: ignore[arg-type]
     return merged
+
+
+def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Join what several optimizer steps report: extremes stay extremes, others are averaged.
+
+    Every optimizer step counts alike; one that lacks a name has no part in it.
+    """
+    found: dict[str, list[Metric]] = {}
+    for update in updates:
+        for name, metric in update.items():
+            if metric.value is not None:
+                found.setdefault(name, []).append(metric)
+    joined: dict[str, Metric] = {}
+    for name, metrics in found.items():
+        if isinstance(metrics[0], Max | Min):
+            joined |= merge({name: metric} for metric in metrics)
+        else:
+            joined[name] = Mean.of(metric.value for metric in metrics if metric.value is not None)
+    return reduced(joined)
 
 
 def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -53,6 +53,13 @@ ALIASES: dict[str, str | Outcome] = {
         {True: {"placement.mode": "colocated"}},
         "actor and critic on different ranks is not supported yet",
     ),
+    "global_profiler.steps": "trainer.profile_steps",
+    "actor.profiler.ranks": "trainer.profile_ranks",
+    "actor.profiler.all_ranks": Legacy(
+        {True: {"trainer.profile_ranks": None}, False: {}},
+        "says whether all ranks are profiled (trainer.profile_ranks=null)",
+        overrides=True,
+    ),
     "model_engine": only("megatron", "the training engine is Megatron-Core"),
     "model.lora_rank": "model.lora.rank",
     "model.lora_alpha": "model.lora.alpha",
@@ -97,6 +104,7 @@ for _role in ("actor", "critic"):
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "model.lora.target_modules": {"all-linear": list(LoraConfig().target_modules)},
     "trainer.logger": {"none": [], None: []},
+    "trainer.profile_steps": {None: []},
     "actor.optim.lr_warmup_steps": {None: -1},
     "critic.optim.lr_warmup_steps": {None: -1},
     "reward.custom_reward_function.name": {None: "compute_score"},

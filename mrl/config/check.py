@@ -15,6 +15,7 @@ from mrl.config.check_precision import check_precision
 from mrl.config.check_values import SIZES, check_values
 from mrl.config.components import check_component_files, check_components
 from mrl.config.errors import Violation, raise_any
+from mrl.config.plan import late_profiles
 from mrl.config.roles import enabled_roles, world_size
 from mrl.config.schema import Config
 
@@ -144,6 +145,16 @@ def _check_trainer(config: Config) -> Iterator[Violation]:
             trainer.resume_from_path,
             "is needed with trainer.resume_mode=resume_path",
         )
+    world, ranks = world_size(config), trainer.profile_ranks
+    for rank in ranks or ():
+        if rank >= world:
+            rule = f"the job has ranks 0 to {world - 1}"
+            yield Violation("trainer.profile_ranks", rank, rule, str(world - 1))
+    if ranks and len(set(ranks)) < len(ranks):
+        nearest = str(sorted(set(ranks)))
+        yield Violation("trainer.profile_ranks", ranks, "names a rank twice", nearest)
+    if trainer.total_training_steps is not None:
+        yield from late_profiles(config, trainer.total_training_steps)
 
 
 def _once(violations: Iterable[Violation]) -> list[Violation]:

@@ -74,6 +74,7 @@ SIZES: set[str] = {
     "trainer.n_gpus_per_node",
     "trainer.total_epochs",
     "trainer.total_training_steps",
+    "trainer.profile_steps",
     "trainer.max_actor_ckpt_to_keep",
     "resharding.bucket_bytes",
     "placement.trainer_gpus",
@@ -162,6 +163,7 @@ RANGES: dict[str, Range] = {
     "trainer.fault_timeout_s": _POSITIVE,
     "trainer.hang_timeout_s": _POSITIVE,
     "trainer.max_restarts": _NOT_NEGATIVE,
+    "trainer.profile_ranks": _NOT_NEGATIVE,
     "model.lora.rank": _NOT_NEGATIVE,
     "model.lora.alpha": _POSITIVE,
 }

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config.caveats import find_warnings
-from mrl.config.errors import ConfigError, Violation
+from mrl.config.errors import ConfigError, Violation, raise_any
 from mrl.config.roles import (
     ROLES,
     RoleSettings,
@@ -147,7 +147,20 @@ def training_steps(config: Config, rows: int) -> int:
         raise ConfigError([found])
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    return rows // batch * trainer.total_epochs
+    total = rows // batch * trainer.total_epochs
+    raise_any(late_profiles(config, total))
+    return total
+
+
+def late_profiles(config: Config, total_steps: int) -> list[Violation]:
+    """Find steps to profile that the run does not reach."""
+    return [
+        Violation(
+            "trainer.profile_steps", step, f"the run has {total_steps} steps", str(total_steps)
+        )
+        for step in config.trainer.profile_steps
+        if step > total_steps
+    ]
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:

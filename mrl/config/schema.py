@@ -369,6 +369,8 @@ class TrainerConfig:
     fault_timeout_s: float = 1800.0  # longest silence of a collective before the job is ended
     hang_timeout_s: float = 7200.0  # longest that a rank may be at one call, as generating a batch
     max_restarts: int = 0  # after a failed rank, from the last checkpoint; torchrun: --max-restarts
+    profile_steps: list[int] = field(default_factory=list)  # torch profiler, into <run>/profile
+    profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # None: all
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ IGNORED_ITEMS: dict[str, dict[str, str]] = {
 
 _TEXT_ONLY = Ignored("text models only")
 _SERVER = Ignored("the engine answers whole batches in its own ranks, without servers or agents")
-_PROFILER = Ignored("no profiler is built in; run one around mrl train")
+_PROFILER = Ignored(
+    "torch's profiler writes traces and memory snapshots of trainer.profile_steps on "
+    "trainer.profile_ranks into <run>/profile; phases are NVTX ranges too"
+)
 _FSDP = Ignored("of the FSDP engine; the training engine is Megatron-Core")
 _CHECKPOINT = Ignored(
     "a checkpoint always holds model, optimizer, other state and a Hugging Face folder"
@@ -76,7 +79,6 @@ VERL: dict[str, Outcome] = {
     "trainer.use_v1": Ignored("there is one trainer"),
     "trainer.v1.trainer_mode": only("sync", "rollout and update take turns"),
     "trainer.v1": Ignored("there is one trainer"),
-    "trainer.profile_steps": _PROFILER,
     # data
     "data.return_raw_chat": Ignored("the chat is always kept"),
     "data.return_raw_input_ids": Ignored("token ids are always kept"),

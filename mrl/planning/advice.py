@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mrl.planning.job import Job
 from mrl.planning.memory import MemoryPlan, engine_memory
+from mrl.tracking.findings import GENERATION_SHARE, generation_advice
 
-_GENERATION_SHARE = 0.4
 _ROOM, _TIGHT = 0.6, 0.95  # of the GPU in a log-prob pass
 _KINDS = 3
 _LONG = 8192
@@ -61,26 +61,11 @@ def facts_of(job: Job, memory: MemoryPlan, generation_share: float) -> Facts:
 
 @_rule
 def _generation_share(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    share, rollout = facts.generation_share, facts.job.config.rollout
-    if share <= _GENERATION_SHARE:
-        return
-    found = f"generation takes {share:.0%} of the step, above {_GENERATION_SHARE:.0%}"
-    held = max(facts.job.plan.sequences_per_replica)
-    if rollout.max_num_seqs < held:
-        text = f"a replica has {held} sequences and runs {rollout.max_num_seqs} at a time: raise it"
-        yield "rollout.max_num_seqs", found, text
-    elif rollout.tensor_model_parallel_size > 1:
-        yield (
-            "rollout.tensor_model_parallel_size",
-            found,
-            "fewer ranks a replica make more replicas, each with fewer sequences",
-        )
-    else:
-        yield (
-            "data.max_response_length",
-            found,
-            "all sequences run at once: only shorter responses or more GPUs make it shorter",
-        )
+    share = facts.generation_share
+    if share > GENERATION_SHARE:
+        held = max(facts.job.plan.sequences_per_replica)
+        key, text = generation_advice(facts.job.config.rollout, held)
+        yield key, f"generation takes {share:.0%} of the step, above {GENERATION_SHARE:.0%}", text
 
 
 @_rule

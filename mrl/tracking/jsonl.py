@@ -53,7 +53,7 @@ class MetricsFile:
         later: list[str] = []
         last: int | None = None
         for line in self.path.read_text(encoding="utf-8").splitlines():
-            step = _step_of(line)
+            step = step_of(line)
             fits = step is not None and resume_step > 0 and step <= resume_step
             if fits:
                 last = step
@@ -68,10 +68,10 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read every complete row of a metrics file."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if _step_of(line) is not None]
+    return [json.loads(line) for line in lines if step_of(line) is not None]
 
 
-def _step_of(line: str) -> int | None:
+def step_of(line: str) -> int | None:
     """Give a row's step; None when the line is not a whole row."""
     try:
         row = json.loads(line)

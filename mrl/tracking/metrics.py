@@ -6,9 +6,8 @@ The kinds that reduce over micro-batches and ranks are in `mrl.algorithms.reduct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from mrl.algorithms.mismatch import mismatch
 from mrl.algorithms.token_rewards import is_scored, score_tensors
 from mrl.batching.experience import Experience
 from mrl.types import Ragged, Repeated, Score
+
+_CHUNK = 1 << 18  # values that a histogram looks at in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +96,31 @@ def summarise_batch(batch: ScoredBatch) -> dict[str, float]:
     }
 
 
-def seqlen_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Compare the tokens of each data-parallel rank before and after balancing.
+Chunks = Callable[[], Iterator[Tensor]]  # values, some at a time, as often as they are asked for
 
-    Args:
-        lengths: tokens of each row, in the order before balancing.
-        partitions: row indices of each rank after it.
-    """
-    ranks = len(partitions)
-    cuts = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
-    before = [sum(lengths[a:b]) for a, b in pairwise(cuts)]
-    after = [sum(lengths[i] for i in rows) for rows in partitions]
-    return {
-        "global_seqlen/min": float(min(before)),
-        "global_seqlen/max": float(max(before)),
-        "global_seqlen/minmax_diff": float(max(before) - min(before)),
-        "global_seqlen/balanced_min": float(min(after)),
-        "global_seqlen/balanced_max": float(max(after)),
-        "global_seqlen/mean": sum(lengths) / ranks,
+
+def distributions(batch: ScoredBatch) -> dict[str, Chunks]:
+    """Give the values behind the means that are worth a histogram, by their metrics' names."""
+    scores, scored = score_tensors(batch.scores)
+    live = loss_mask(batch.mask, scored)
+    found: dict[str, Chunks] = {
+        "response_length": lambda: iter([batch.mask.lengths]),
+        "critic/score": lambda: iter([scores[scored]]),
+        "critic/advantages": lambda: _where(batch.advantages.chunks(_CHUNK), live),
     }
+    if (own := batch.old_log_probs) is not None:
+
+        def gaps() -> Iterator[Tensor]:
+            pairs = zip(own.chunks(_CHUNK), batch.rollout_log_probs.chunks(_CHUNK), strict=True)
+            return _where((trainer - engine for trainer, engine in pairs), batch.mask)
+
+        found["training/rollout_log_probs_diff"] = gaps
+    return found
+
+
+def _where(chunks: Iterator[Tensor], mask: Ragged) -> Iterator[Tensor]:
+    pairs = zip(chunks, mask.chunks(_CHUNK), strict=True)
+    return (values if bool(kept.all()) else values[kept] for values, kept in pairs)
 
 
 def _statistics(name: str, values: Tensor) -> dict[str, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from mrl.batching.experience import Experience
 from mrl.config import Config, RunPlan
 from mrl.resharding.families import ModelShape
@@ -36,12 +38,21 @@ class Rates:
 
         Without an update of the actor there is no utilisation.
         """
-        responses = batch.mask.total
-        rates = throughput_metrics(timings, batch.num_tokens, responses, self.ranks)
-        lengths = batch.sequences.tokens.lengths.tolist()
-        flops = training_flops(self.shape, lengths, responses, self.weights_frozen) * self.epochs
+        passes = self.epochs if updated else 0
+        return self.over(timings, batch.sequences.tokens.lengths, batch.mask.total, passes)
+
+    def over(
+        self, timings: Mapping[str, float], rows: Tensor, responses: int, passes: int
+    ) -> dict[str, float]:
+        """Give the same of rows of so many tokens [N], `responses` of them in responses.
+
+        `passes` says how often the update saw them.
+        """
+        lengths = rows.tolist()
+        rates = throughput_metrics(timings, sum(lengths), responses, self.ranks)
+        flops = training_flops(self.shape, lengths, responses, self.weights_frozen) * passes
         share = mfu(flops, timings["timing_s/update_actor"], self.trainer_ranks, self.peak)
-        if share is not None and updated:
+        if share is not None and passes:
             rates["perf/mfu/actor"] = share
         return {**timings, **rates}
 

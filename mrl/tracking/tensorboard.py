@@ -1,12 +1,20 @@
-"""TensorBoard: scalars and text tables, by one writer."""
+"""TensorBoard: scalars, histograms and text tables, by one writer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+from mrl.tracking.metrics import Chunks
+
+_BINS = 50
 
 
 class TensorBoard:
@@ -23,6 +31,12 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def histograms(self, step: int, values: Mapping[str, Chunks]) -> None:
+        """Write how values are spread, in equal bins; what is not finite is left out."""
+        for name, chunks in values.items():
+            if spread := _spread(chunks):
+                self._writer.add_histogram_raw(name, global_step=step, **spread)
 
     def table(
         self, step: int, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]
@@ -51,6 +65,43 @@ class TensorBoard:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _spread(chunks: Chunks) -> dict[str, Any]:
+    """Count values by bin, as `add_histogram_raw` takes them; empty where there are none.
+
+    Two passes, some values at a time: a step has tens of millions of them.
+    """
+    low, high, count, total, squares = math.inf, -math.inf, 0, 0.0, 0.0
+    for values in _finite(chunks):
+        low, high = min(low, float(values.min())), max(high, float(values.max()))
+        count += len(values)
+        total += float(values.sum(dtype=torch.float64))
+        squares += float(values.square().sum(dtype=torch.float64))
+    if not count:
+        return {}
+    bins = _BINS if high > low else 1
+    counts = torch.zeros(bins, dtype=torch.float64)
+    for values in _finite(chunks):
+        # torch widens an empty range by itself
+        counts += torch.histc(values, bins, low, high)
+    return {
+        "min": low,
+        "max": high,
+        "num": count,
+        "sum": total,
+        "sum_squares": squares,
+        "bucket_limits": torch.linspace(low, high, bins + 1, dtype=torch.float64)[1:].tolist(),
+        "bucket_counts": counts.tolist(),
+    }
+
+
+def _finite(chunks: Chunks) -> Iterator[Tensor]:
+    for part in chunks():
+        values, finite = part.float(), part.isfinite()
+        values = values if bool(finite.all()) else values[finite]
+        if len(values):
+            yield values
 
 
 def _cell(value: object) -> str:

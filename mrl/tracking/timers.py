@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from mrl.workers.busy import RankSeconds, add, rank_metrics
+
+# The phases in which ranks work on rows of their own, so that one can be slower than others.
+RANKED = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+
 
 class Timers:
     """The clock of one step, started when it is made.
@@ -25,12 +30,20 @@ class Timers:
         self,
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
+        ranks: RankSeconds | None = None,
     ) -> None:
-        """Start the step; `synchronize` waits for the device before a phase's clock stops."""
+        """Start the step.
+
+        `synchronize` waits for the device before a phase's clock stops; `ranks` knows how long
+        each rank itself worked.
+        """
         self._synchronize = synchronize
         self._clock = clock
+        self._ranks = ranks or RankSeconds()
         self._start = self._mark = clock()
+        self._end: float | None = None  # when it was read
         self._seconds: dict[str, float] = {}
+        self._of_ranks: dict[str, dict[int, float]] = {}
         self._open: list[str] = []
         self.failed_phase = "rest"  # the innermost that an exception has left
 
@@ -54,17 +67,33 @@ class Timers:
 
     def metrics(self) -> dict[str, float]:
         """Give timing_s/<phase>, timing_s/rest and timing_s/step so far, in seconds."""
-        step = self._clock() - self._start
+        self._end = self._clock()
+        step = self._end - self._start
         rest = step - sum(self._seconds.values())
         phases = self._seconds | {"rest": rest, "step": step}
         return {f"timing_s/{phase}": seconds for phase, seconds in phases.items()}
 
+    def rank_metrics(self) -> dict[str, float]:
+        """Give perf/{rank_seconds,rank_spread,slowest_rank}/<phase> of what several ranks did."""
+        found: dict[str, float] = {}
+        for phase in RANKED:
+            found |= rank_metrics(phase, self._of_ranks.get(phase, {}))
+        return found
+
+    def next(self) -> Timers:
+        """Start the step after this one: where this one was read, so that no second is lost."""
+        after = Timers(self._synchronize, self._clock, self._ranks)
+        if self._end is not None:
+            after._start = after._mark = self._end
+        return after
+
     def _charge(self) -> None:
         """Book the time since the last change of phase to the innermost open one."""
-        now = self._clock()
+        now, of_ranks = self._clock(), self._ranks.take()
         if self._open:
             phase = self._open[-1]
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+            add(self._of_ranks.setdefault(phase, {}), of_ranks)
         self._mark = now
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl.algorithms.correction import factors
 from mrl.algorithms.losses import entropy_loss, kl_loss, policy_loss
-from mrl.algorithms.reductions import Max, Mean, Metric, Sum
+from mrl.algorithms.reductions import Max, Mean, Metric, Same, Sum
 from mrl.types import Cuts, PolicyBatch, Ragged, Sequences
 from mrl.workers.megatron.engine import MegatronEngine
 from mrl.workers.megatron.moe import METRICS as EXPERT_METRICS
@@ -48,7 +48,7 @@ class Actor:
         }
         if batch.ref_log_probs is not None:
             metrics["actor/kl_loss"] = Sum(sums["kl_loss"])
-            metrics["actor/kl_coef"] = Max(self.spec.kl_loss_coef)
+            metrics["actor/kl_coef"] = Same(self.spec.kl_loss_coef)
         if "shares" in sums:
             metrics["rollout_corr/rollout_is_mean"] = Mean(sums["shares"], tokens)
             metrics["rollout_corr/rollout_rs_masked_fraction"] = Mean(sums["rejected"], tokens)
@@ -130,8 +130,8 @@ class Actor:
 def update_metrics(role: str, update: Update) -> dict[str, Metric]:
     """Name what an optimizer step reports; every rank holds the same numbers."""
     return {
-        f"{role}/grad_norm": Max(update.grad_norm),
-        f"{role}/lr": Max(update.lr),
+        f"{role}/grad_norm": Same(update.grad_norm),
+        f"{role}/lr": Same(update.lr),
         **memory_metrics(),
     }
 
@@ -153,7 +153,7 @@ def batch_metrics(role: str, sums: Mapping[str, float], cuts: Cuts) -> dict[str,
         f"perf/micro_batches/{role}": Max(len(cuts)),
         f"perf/padding/{role}": Mean(sums["padding"], sums["row_tokens"]),
         # of the whole step already, the same on every rank
-        **{f"{role}/{name}": Max(sums[name]) for name in EXPERT_METRICS if name in sums},
+        **{f"{role}/{name}": Same(sums[name]) for name in EXPERT_METRICS if name in sums},
     }
 
 

@@ -31,6 +31,7 @@ from mrl.types import (
     Sequences,
     ValueBatch,
 )
+from mrl.workers.busy import RankSeconds, Timed
 
 
 class Answers(Future[list[Any]]):
@@ -38,7 +39,9 @@ class Answers(Future[list[Any]]):
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()
+        assert len(set(ranks)) == len(ranks), f"asked twice: {ranks}"
         self.ranks = ranks
+        self.seconds: dict[int, float] = {}  # of the ranks' own work, where they tell
         self._values: dict[int, Any] = {}
         self._lock = threading.Lock()  # ranks answer in threads of their own
         if not ranks:
@@ -51,6 +54,8 @@ class Answers(Future[list[Any]]):
     def take(self, rank: int, value: Any) -> bool:
         """Note a rank's answer and say whether it was the last."""
         with self._lock:
+            if isinstance(value, Timed):
+                value, self.seconds[rank] = value
             self._values[rank] = value
             is_last = len(self._values) == len(self.ranks)
         if is_last:
@@ -94,7 +99,7 @@ class WorkerError(RuntimeError):
         return WorkerError(f"{where}{self.cause}", self.evidence, self.lasting)
 
 
-def call_all(pool: RankPool, ranks: range, role: str, method: str, *args: Any) -> list[Any]:
+def call_all(pool: RankPool, ranks: Sequence[int], role: str, method: str, *args: Any) -> list[Any]:
     """Call a role on its ranks with the same arguments and wait for all."""
     (answers,) = pool.wait([pool.submit(ranks, role, method, args)])
     return answers
@@ -141,8 +146,11 @@ class TrainGroup:
         log_prob_batching: Batching,
         hidden_size: int,
         balanced: bool = True,
+        busy: RankSeconds | None = None,
     ) -> None:
+        """Speak to the role on `ranks`; `busy` is told how long each works on rows."""
         self.pool, self.role, self.ranks = pool, role, ranks
+        self.busy = busy or RankSeconds()
         self.batching, self.log_prob_batching = batching, log_prob_batching
         self.hidden_size, self.balanced = hidden_size, balanced
 
@@ -228,9 +236,10 @@ class TrainGroup:
             self.pool.submit(self.ranks.part(part), self.role, method, args)
             for part, args in enumerate(calls)
         ]
+        given = self.pool.wait(asked)
+        self.busy.add(answers.seconds for answers in asked)
         return [
-            next((answer for answer in answers if answer is not None), None)
-            for answers in self.pool.wait(asked)
+            next((answer for answer in answers if answer is not None), None) for answers in given
         ]
 
 
@@ -281,6 +290,7 @@ class RolloutGroup:
         spread: Callable[[int, int], Sequence[int]],
         ranks: range | None = None,
         slots: Sequence[int] | None = None,
+        busy: RankSeconds | None = None,
     ) -> None:
         """Take the engine's `ranks` (None: all of the job) in the order of their slots.
 
@@ -291,6 +301,7 @@ class RolloutGroup:
         self.ranks = range(pool.world_size) if ranks is None else ranks
         self.slots = tuple(range(len(self.ranks))) if slots is None else tuple(slots)
         self.replicas = len(self.ranks) // tp
+        self.busy = busy or RankSeconds()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
@@ -309,7 +320,9 @@ class RolloutGroup:
             )
             for i, own in enumerate(requests)
         ]
-        return [group for answers in self.pool.wait(asked) for group in answers[0]]
+        given = self.pool.wait(asked)
+        self.busy.add(answers.seconds for answers in asked)
+        return [group for answers in given for group in answers[0]]
 
     def sleep(self) -> list[int]:
         """Free the engine's memory, where the device can; gives the bytes in use, 0 on a CPU."""

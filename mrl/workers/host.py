@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mrl.config.roles import ROLES
+from mrl.workers.busy import BusyClock, Timed
 from mrl.workers.determinism import deterministic_algorithms
+from mrl.workers.profiling import Profiler
 from mrl.workers.specs import JobSpec, RankInfo, RoleSpec, RolloutSpec
 from mrl.workers.worlds import worlds
 
@@ -31,6 +34,8 @@ class WorkerHost:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.device = _device(spec.device)
         self._deterministic = spec.deterministic
+        self._busy = BusyClock(self.device)
+        self._profiler = Profiler(self.rank, self.device)
         print(self.binding(), flush=True)
         self._join(spec, store)
         everyone = range(self.world_size)
@@ -61,9 +66,27 @@ class WorkerHost:
         """Run a role's method on this rank; the role `host` is the rank itself."""
         # the engine's kernels have no such forms: there seeds and equal batches must do
         exact = self._deterministic and role in ROLES
-        with self._worlds[role].active(), deterministic_algorithms(exact):
+        with (
+            self._worlds[role].active(),
+            deterministic_algorithms(exact),
+            self._profiler.phase(role, method),
+        ):
             self._make_room(role)
             return getattr(self._roles[role], method)(*args)
+
+    def answer(self, role: str, method: str, args: tuple[Any, ...]) -> Timed:
+        """Do what `call` does and say how long this rank itself worked."""
+        self._busy.start()
+        value = self.call(role, method, args)
+        return Timed(value, self._busy.seconds())
+
+    def begin_profile(self) -> None:
+        """Record what this rank computes from now on."""
+        self._profiler.begin()
+
+    def end_profile(self, folder: Path) -> tuple[str, ...]:
+        """Write what was recorded below `folder`; gives the files."""
+        return self._profiler.end(folder)
 
     def _make_room(self, role: str) -> None:
         """Free the memory that other roles on this device can do without."""
@@ -142,6 +165,9 @@ class WorkerHost:
                 made[sizes] = ParallelGroups(role.layout, spec.seed, spec.timeout_s)
             engine = MegatronEngine(role, made[sizes], self.device)
             self._memories[role.name] = engine.memory
+            if engine.trainer is not None:  # gradients are summed over ranks of other rows
+                meeting = engine.config.finalize_model_grads_func
+                engine.config.finalize_model_grads_func = self._busy.until(meeting)
             engine.memory.give_back()  # the next role is built in its place
             return engine
 

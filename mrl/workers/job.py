@@ -18,6 +18,7 @@ from mrl.resharding.families import ModelShape
 from mrl.resharding.report import source_layout, target_layout
 from mrl.resharding.slots import choose_slots
 from mrl.types import Batching
+from mrl.workers.busy import RankSeconds
 from mrl.workers.group import MegatronRanks, RankPool, RolloutGroup, TrainGroup, call_all
 from mrl.workers.launched import run_under_launcher, serve_rank
 from mrl.workers.specs import JobSpec, PolicyLossSpec, RankInfo, RoleSpec, RolloutSpec
@@ -35,6 +36,7 @@ class Roles:
     ref: TrainGroup | None
     rollout: RolloutGroup
     ranks: tuple[RankInfo, ...]
+    busy: RankSeconds  # of the ranks that work on rows
 
 
 def device_of(config: Config) -> str:
@@ -153,6 +155,7 @@ def _adapter(lora: LoraConfig) -> LoraConfig | None:
 def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Roles:
     """Make the groups of a running job."""
     shape = ModelShape.from_folder(Path(config.model.path))
+    busy = RankSeconds()
 
     def group(name: str) -> TrainGroup:
         role = plan.roles[name]
@@ -170,6 +173,7 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Ro
             _batching(role.log_prob_micro_batch_size, role.log_prob_max_token_len),
             shape.hidden_size,
             balanced=config.trainer.balance_batch,
+            busy=busy,
         )
 
     everyone = range(pool.world_size)
@@ -183,8 +187,10 @@ def roles_on(pool: RankPool, config: Config, plan: RunPlan, spec: JobSpec) -> Ro
             spread,
             rollout_ranks(config),
             spec.rollout.slots if spec.rollout else None,
+            busy,
         ),
         ranks=tuple(call_all(pool, everyone, "host", "describe")),
+        busy=busy,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mrl.interrupts import ends_with_others
 from mrl.workers.group import WorkerError
 from mrl.workers.hangs import leave_traces
 from mrl.workers.meeting import LOOPBACK, new_key, take_key
@@ -53,7 +54,8 @@ def run_under_launcher(
     store.set("controller", json.dumps([*here, host, listener.address[1], told]))
 
     pools: list[SpmdPool] = []
-    outlive_sigterm(lambda: any(pool.has_failed for pool in pools))
+    if ends_with_others():
+        outlive_sigterm(lambda: any(pool.has_failed for pool in pools))
 
     def make_pool(spec: JobSpec) -> SpmdPool:
         pool = SpmdPool(listener, world_size, spec, spec.hang_timeout_s, spec.timeout_s)

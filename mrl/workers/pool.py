@@ -97,8 +97,8 @@ class SpmdPool:
 
     @property
     def has_failed(self) -> bool:
-        """Say whether a rank has failed."""
-        return self._failed.is_set()
+        """Say whether a rank has failed, or is gone unnoticed so far."""
+        return self._failed.is_set() or any(map(_is_cut, list(self._connections.values())))
 
     def start(self) -> None:
         """Accept every rank and wait until all have built their roles.
@@ -304,6 +304,17 @@ class SpmdPool:
         if self._hellos[rank].host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._hellos[rank].pid, number)
+
+
+def _is_cut(connection: Connection) -> bool:
+    """Say whether the other end of a connection is gone and all it sent was read."""
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _hang_cause(hang: Hang) -> Cause:

@@ -52,7 +52,7 @@ class _Rank:
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         """Run a role's method; Ray has fetched `args` from its store, once a node."""
-        return self.host.call(role, method, args)
+        return self.host.answer(role, method, args)
 
     def close(self) -> None:
         """Leave the job."""

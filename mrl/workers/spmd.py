@@ -181,7 +181,7 @@ def work(
         if method == "build":
             hosts.append(WorkerHost(spec, store))
             return None
-        return hosts[0].call(role, method, args)
+        return hosts[0].answer(role, method, args)
 
     serve(connection, call, silence_s, on_silence or (lambda: None))
     for host in hosts:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mrl.algorithms.reductions import Max, Mean, Min, Sum, merge, reduced
+from mrl.algorithms.reductions import Max, Mean, Min, Same, Sum, merge, over_updates, reduced
 
 
 def value(*metrics) -> float:
@@ -49,3 +49,16 @@ def test_two_kinds_under_one_name_are_refused():
 
 def test_a_mean_over_nothing_is_left_out():
     assert reduced({"m": Mean.of([]), "n": Mean.of([1, 2])}) == {"n": 1.5}
+
+
+def test_what_all_ranks_hold_alike_is_told_once_and_a_fault_wins():
+    assert value(Same(0.5), Same(0.5)) == 0.5
+    assert math.isnan(value(Same(0.5), Same(math.nan), Same(0.5)))
+
+
+def test_over_optimizer_steps_extremes_stay_extremes_and_others_are_averaged():
+    first = {"max": Max(5), "min": Min(1), "lr": Same(2), "clip": Mean(3, 12), "loss": Sum(1)}
+    second = {"max": Max(1), "min": Min(4), "lr": Same(4), "clip": Mean(3, 4), "none": Mean.of([])}
+    joined = over_updates([first, second])
+    assert joined == {"max": 5, "min": 1, "lr": 3, "clip": 0.5, "loss": 1}
+    assert over_updates([]) == {}

@@ -5,25 +5,27 @@ import json
 import pytest
 import torch
 
-from benchmarks import jobs, precision, train_step
+from benchmarks import cases, jobs, logprob, long_context, precision, run, train_step
 from benchmarks.jobs import spread
+from benchmarks.training import Run
 from benchmarks.workload import Model, Rows, policy_batch
 from mrl.resharding.families import ModelShape
 from mrl.tracking.flops import training_flops
 from mrl.types import Ragged
 
 
-def smoke(folder, *args):
-    """Run parts on CPU ranks; gives what was written and the folder's other files."""
-    arguments = ["--smoke", "--name", "smoke", "--folder", str(folder), *args]
-    assert train_step.main(arguments) == 0
-    return json.loads((folder / "smoke.json").read_text())["result"]["parts"]
+def smoke(benchmark, folder, *args):
+    """Run a benchmark on CPU ranks; gives its parts as written."""
+    assert run.main([benchmark, "--smoke", "--folder", str(folder), *args]) == 0
+    result = json.loads((folder / f"{benchmark}_smoke.json").read_text())["result"]
+    assert result["smoke"] and result["figures"]
+    return result["parts"]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_update_is_timed_profiled_and_rated_by_what_it_computes(tmp_path):
-    parts = smoke(tmp_path, "--parts", "update", "--laws", "skewed", "--profile")
+    parts = smoke("train_step", tmp_path, "--parts", "update", "--laws", "skewed", "--profile")
     found = parts["update"]["tiny"]
     assert set(found) == {"plain/skewed/64", "plain/skewed/128", "profile"}
     for budget in (64, 128):
@@ -42,7 +44,7 @@ def test_an_update_is_timed_profiled_and_rated_by_what_it_computes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_all_parts_run_on_a_laptop_and_every_layout_holds_its_bounds(tmp_path):
-    parts = smoke(tmp_path)
+    parts = smoke("train_step", tmp_path)
     assert set(parts) == set(train_step.PARTS)
     text = json.dumps(parts)
     assert '"failed"' not in text and '"skipped"' not in text
@@ -54,17 +56,40 @@ def test_all_parts_run_on_a_laptop_and_every_layout_holds_its_bounds(tmp_path):
     assert parts["growth"]["tiny"]["spread_from_step_2_gb"]["allocated"] == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_log_probs_alone_are_rated_for_each_law_of_lengths(tmp_path):
+    found = smoke("logprob", tmp_path)["logprob"]["tiny"]
+    assert set(found) == {"uniform/128", "skewed/128"}
+    for entry in found.values():
+        assert entry["tokens_per_s_per_gpu"] == pytest.approx(entry["tokens"] / entry["median_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_long_row_trains_cut_over_two_ranks(tmp_path):
+    found = smoke("long_context", tmp_path, "--tokens", "256", "320")["long"]["tiny"]
+    assert {name: entry["tokens"] for name, entry in found.items()} == {"256": 256, "320": 320}
+    assert all(entry["rows"] == 1 and entry["ranks"] == 2 for entry in found.values())
+    assert all(entry["metrics"][-1]["actor/grad_norm"] > 0 for entry in found.values())
+
+
+def test_a_benchmark_of_one_part_has_a_part_of_its_own_name():
+    assert logprob.NAME == "logprob" and long_context.NAME == "long_context"
+    assert "logprob" not in train_step.PARTS and "long" not in train_step.PARTS
+
+
 def test_a_failed_measurement_is_recorded_and_the_others_go_on(tmp_path):
     here = jobs.Jobs("cpu", tmp_path)
     saved = []
-    run = train_step.Run(train_step.SMOKE, here, (), (), (), lambda: saved.append(1), None)
+    measuring = Run(cases.SMOKE, here, (), (), (), lambda: saved.append(1), None)
     found = {}
 
     def fail():
         raise RuntimeError("Traceback\n  x = y\ntorch.OutOfMemoryError: CUDA out of memory. Tried")
 
-    run.attempt(found, "first", fail)
-    run.attempt(found, "second", lambda: spread([2.0, 1.0, 4.0]))
+    measuring.attempt(found, "first", fail)
+    measuring.attempt(found, "second", lambda: spread([2.0, 1.0, 4.0]))
     assert found["first"]["failed"] == "torch.OutOfMemoryError: CUDA out of memory. Tried"
     assert found["second"] == {"median_s": 2.0, "min_s": 1.0, "max_s": 4.0, "repeats": 3}
     assert len(saved) == 2
@@ -88,7 +113,7 @@ def test_every_response_token_of_a_mini_batch_counts_alike():
 
 
 def test_real_and_smoke_runs_name_parts_that_fit_their_models():
-    for scale in (train_step.REAL, train_step.SMOKE):
+    for scale in (cases.REAL, cases.SMOKE):
         assert set(scale.long) <= set(scale.cases)
         for case in scale.cases.values():
             assert set(case.budgets) == set(case.variants)

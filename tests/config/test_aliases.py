@@ -113,6 +113,20 @@ def test_a_legacy_key_goes_with_keys_that_say_the_same(load):
     assert load(switch, same, text=ONE_RANK) == load(switch, text=ONE_RANK)
 
 
+def test_steps_and_ranks_to_profile_are_understood_as_verl_spells_them(load):
+    def profiled(*overrides):
+        trainer = load(*overrides, text=ONE_RANK).trainer
+        return trainer.profile_steps, trainer.profile_ranks
+
+    assert profiled("global_profiler.steps=[1,2]", "trainer.n_gpus_per_node=1") == ([1, 2], [0])
+    assert profiled("trainer.profile_steps=null") == ([], [0])
+    ranks = "actor_rollout_ref.actor.profiler.ranks=[0]"
+    everyone = "actor_rollout_ref.actor.profiler.all_ranks"
+    assert profiled("global_profiler.steps=[3]", ranks, f"{everyone}=False") == ([3], [0])
+    assert profiled("global_profiler.steps=[3]", ranks, f"{everyone}=True") == ([3], None)
+    assert profiled("global_profiler.tool=nsys", "critic.profiler.enable=True") == ([], [0])
+
+
 def test_filtering_leaves_nothing_to_truncate(load):
     overrides = ("data.filter_overlong_prompts=True", "data.truncation=error")
     assert load(*overrides, text=ONE_RANK).data.truncation == "filter"

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config import Config, ConfigError, check_config, check_files, check_trainable
+from mrl.config import (
+    Config,
+    ConfigError,
+    check_config,
+    check_files,
+    check_trainable,
+    training_steps,
+)
 from mrl.config.check_model import MODEL_TYPES
 
 ONE_RANK = "actor: {ppo_micro_batch_size_per_gpu: 1}"
@@ -280,6 +287,28 @@ def test_both_kl_switches_are_refused(refuse):
 def test_a_value_outside_its_range_is_refused_with_the_nearest_legal_one(refuse, override, nearest):
     (found,) = refuse(override, text=ONE_RANK)
     assert found.key == override.split("=")[0] and found.nearest == nearest
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "nearest"),
+    [
+        ("{profile_steps: [1], profile_ranks: [0, 6]}", "trainer.profile_ranks", "5"),
+        ("{profile_steps: [1], profile_ranks: [-1]}", "trainer.profile_ranks", "0"),
+        ("{profile_steps: [1], profile_ranks: [1, 0, 1]}", "trainer.profile_ranks", "[0, 1]"),
+        ("{profile_steps: [0]}", "trainer.profile_steps", "1"),
+        ("{profile_steps: [3, 21], total_training_steps: 20}", "trainer.profile_steps", "20"),
+    ],
+)
+def test_steps_and_ranks_to_profile_must_be_there(refuse, settings, key, nearest):
+    (found,) = refuse(f"trainer={settings}")
+    assert (found.key, found.nearest) == (key, nearest)
+
+
+def test_a_step_to_profile_past_the_end_of_the_data_is_refused_before_the_start(load):
+    config = load("trainer={profile_steps: [4, 5], total_epochs: 2}")
+    with pytest.raises(ConfigError, match=r"trainer.profile_steps.*the run has 4 steps"):
+        training_steps(config, 150)
+    assert training_steps(load("trainer.profile_steps=[4]", "trainer.total_epochs=2"), 150) == 4
 
 
 def test_settings_without_effect_or_sense_are_refused(refuse):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import whole_run
+from benchmarks import recipes, rl_step
 from benchmarks.cases import REAL
 from mrl.config import load_config
 from mrl.planning.compute import plan_time
@@ -69,11 +69,11 @@ def test_the_head_is_planned_as_measured(tokens: int, head: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_whole_run_is_planned_as_measured(name: str) -> None:
-    case, figures = whole_run.REAL[name], RUNS[name]
+    case, figures = recipes.REAL[name], RUNS[name]
     config = load_config(
         ROOT / "configs" / case.recipe,
         [
-            *whole_run.settings(case, Path("none"), 3),
+            *recipes.settings(case, Path("none"), 3),
             f"model.path={ROOT}/configs/models/{case.model}",
         ],
     )
@@ -83,7 +83,7 @@ def test_a_whole_run_is_planned_as_measured(name: str) -> None:
         if phase != "peak":
             total = group["phases"][phase]["total"] / GB
             assert total == pytest.approx(found["measured"], rel=MEMORY), phase
-    seconds = whole_run.beside(plan["seconds"], figures["timings"])
+    seconds = rl_step.beside(plan["seconds"], figures["timings"])
     for phase, found in seconds.items():
         assert found["planned"] == pytest.approx(found["measured"], rel=TIME), phase
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mrl.resharding.families import ModelShape
+from mrl.resharding.families import ModelShape, MoEShape
 from mrl.tracking.flops import forward_flops, mfu, peak_flops, training_flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +54,30 @@ def test_the_count_is_that_of_the_real_model():
     rotary = 2 * length * 8  # the frequency table's outer product
     expected = counter.get_total_flops() - masked_half
     assert forward_flops(SHAPE, [length]) == pytest.approx(expected, abs=rotary)
+
+
+def test_a_packed_row_with_fewer_kv_heads_and_its_utilisation_worked_by_hand():
+    """Two layers of 64 channels, 4 heads of 16 with 2 of keys and values, 96 in the MLP; 160 words.
+
+    Query and output 2 * 64 * 64, key and value 2 * 64 * 32, MLP 3 * 64 * 96: 30,720 weights a layer
+    and 2 FLOPs each for 8 tokens; the head 2 * 64 * 160 for each of 4 predictions; attention 4 * 64
+    FLOPs a pair and layer, of which sequences of 3 and 5 have (9 + 25) / 2.
+    """
+    linear, head, attention = 2 * 8 * 61_440, 4 * 20_480, 2 * 256 * 17
+    assert (linear, head, attention) == (983_040, 81_920, 8_704)
+    assert forward_flops(SHAPE, [3, 5], predicted=4) == 1_073_664
+    assert training_flops(SHAPE, [3, 5], predicted=4) == 3_220_992
+    assert mfu(3_220_992, seconds=0.5, num_gpus=2, peak=1e9) == pytest.approx(0.003_220_992)
+
+
+def test_experts_worked_by_hand():
+    """Layer 1 sends a token to 2 of 8 experts of 32 channels, and to a shared one of 16.
+
+    That is 64 * (3 * (2 * 32 + 16) + 8) = 15,872 weights, where the dense MLP has 18,432.
+    """
+    moe = MoEShape(8, 2, 32, 16, (1,), "softmax", True, 1.0, 1, 1)
+    mixed = dataclasses.replace(SHAPE, moe=moe)
+    assert forward_flops(SHAPE, [7]) - forward_flops(mixed, [7]) == 2 * 7 * (18_432 - 15_872)
 
 
 def test_the_head_counts_for_the_tokens_that_it_predicts():

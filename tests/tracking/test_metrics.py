@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.algorithms.masks import full_mask
-from mrl.tracking.metrics import ScoredBatch, seqlen_metrics, summarise_batch
+from mrl.tracking.metrics import ScoredBatch, distributions, summarise_batch
 from mrl.types import AtEnd, Ragged, Repeated, Score
 
 
@@ -98,15 +98,19 @@ def test_explained_variance_is_one_for_a_perfect_critic():
     assert metrics["critic/vf_explained_var"] == 1.0
 
 
-def test_token_balance_is_shown_before_and_after():
-    assert seqlen_metrics([9, 8, 1, 2], [[0, 2], [1, 3]]) == {
-        "global_seqlen/min": 3,
-        "global_seqlen/max": 17,
-        "global_seqlen/minmax_diff": 14,
-        "global_seqlen/balanced_min": 10,
-        "global_seqlen/balanced_max": 10,
-        "global_seqlen/mean": 10,
+def test_histograms_are_over_the_values_behind_the_means():
+    old = MASK.with_values(torch.tensor([-1.0, -2, 9, -3, -4, -5]))
+    found = distributions(dataclasses.replace(BATCH, old_log_probs=old))
+    values = {name: torch.cat(list(chunks())).tolist() for name, chunks in found.items()}
+    assert values == {
+        "response_length": [3, 1, 2],
+        "critic/score": [1.0, 0.0],
+        "critic/advantages": [2.0, 2.0, -1.0, -1.0],
+        "training/rollout_log_probs_diff": [-1.0, -2.0, -3.0, -4.0, -5.0],
     }
+    assert [len(list(chunks())) for chunks in found.values()] == [1, 1, 1, 1]  # asked again
+    bypassed = distributions(dataclasses.replace(BATCH, old_log_probs=None))
+    assert "training/rollout_log_probs_diff" not in bypassed
 
 
 @pytest.mark.parametrize("scored", [(True, True, True, True), (True, False, True, True)])

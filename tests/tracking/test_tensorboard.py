@@ -3,6 +3,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mrl.tracking.tensorboard import TensorBoard
@@ -48,3 +50,29 @@ def test_a_table_survives_bars_tags_and_line_breaks(tmp_path: Path):
         "| --- | --- |",
         "| a&#124;b<br>&lt;i>c | 1.0 |",
     ]
+
+
+def spread(folder: Path, *chunks: torch.Tensor):
+    with TensorBoard(folder, purge_step=None) as board:
+        board.histograms(4, {"lengths": lambda: iter(chunks), "none": lambda: iter(())})
+    board = read(folder)
+    assert board.Tags()["histograms"] == (["lengths"] if chunks else [])
+    (event,) = board.Histograms("lengths")
+    assert event.step == 4
+    return event.histogram_value
+
+
+def test_a_histogram_counts_every_value_once_however_it_is_chunked(tmp_path: Path):
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 8 - 3
+    whole, parts = spread(tmp_path / "a", values), spread(tmp_path / "b", *values.split(300))
+    assert whole == parts
+    assert (whole.num, sum(whole.bucket)) == (1000, 1000)
+    assert (whole.min, whole.max) == (float(values.min()), float(values.max()))
+    assert whole.sum == pytest.approx(float(values.sum()), rel=1e-4)
+    below = int((values <= whole.bucket_limit[9]).sum())
+    assert abs(sum(whole.bucket[:10]) - below) <= 1  # a value on the edge
+
+
+def test_a_histogram_of_one_value_and_without_what_is_not_finite(tmp_path: Path):
+    found = spread(tmp_path, torch.tensor([2, 2]), torch.tensor([torch.nan, torch.inf]))
+    assert (found.num, found.min, found.max, found.bucket) == (2, 2.0, 2.0, [2.0])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.tracking.timers import Timers, throughput_metrics
+from mrl.workers.busy import RankSeconds
 
 
 class Clock:
@@ -104,3 +105,34 @@ def test_generation_is_per_response_token_and_training_per_token():
     rates = throughput_metrics(timings, total_tokens=1000, response_tokens=500, num_gpus=1)
     assert rates["timing_per_token_ms/gen"] == 2.0
     assert rates["timing_per_token_ms/update_actor"] == 2.0
+
+
+def test_no_second_lies_between_two_steps():
+    clock = Clock()
+    first = Timers(clock=clock)
+    assert first.next().metrics()["timing_s/step"] == 0  # nothing was read yet: it starts now
+    clock.now += 2
+    first.metrics()
+    clock.now += 3  # the row is written
+    second = first.next()
+    with second("gen"):
+        clock.now += 4
+    assert second.metrics() == {"timing_s/gen": 4.0, "timing_s/rest": 3.0, "timing_s/step": 7.0}
+
+
+def test_the_ranks_own_seconds_are_booked_like_the_controllers():
+    busy = RankSeconds()
+    timers = Timers(ranks=busy)
+    with timers("gen"):
+        busy.add([{0: 1.0, 1: 3.0}])
+        with timers("reward"):
+            busy.add([{0: 50.0, 1: 7.0}])  # of a phase in which ranks have no rows
+        busy.add([{0: 1.0}, {1: 1.0}])
+    with timers("ref"):
+        busy.add([{2: 1.0}])
+    assert timers.rank_metrics() == {
+        "perf/rank_seconds/gen": 3.0,
+        "perf/rank_spread/gen": 4 / 3,
+        "perf/slowest_rank/gen": 1.0,
+    }
+    assert timers.next().rank_metrics() == {}

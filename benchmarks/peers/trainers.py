@@ -1,0 +1,191 @@
+"""mrl and its peers as processes that do the same work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.peers.work import Measured, Trainer, Work, read_json_lines
+from benchmarks.record import ROOT
+from mrl.config import build_plan
+from mrl.tracking.jsonl import read_metrics
+
+_LIMIT_S = 3600.0
+_TRL_SCRIPT = Path(__file__).with_name("trl_grpo.py")
+_TRL_MICRO = 8  # samples of a forward pass on a GPU: it holds whole logits
+
+
+def call(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run a trainer. Raises RuntimeError with the end of its log when it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log"
+    with log.open("w") as stream:
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.STDOUT, cwd=folder, timeout=_LIMIT_S,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    if done.returncode != 0:
+        end = log.read_text(errors="replace")[-6000:]
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}; its log ends:\n{end}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mrl:
+    """mrl, by its own command."""
+
+    def run(self, work: Work, folder: Path) -> Measured:
+        """Do the work; its own timers are its wall clock."""
+        command = [sys.executable, "-m", "mrl.cli", "train", str(work.recipe), *work.overrides]
+        command += [f"trainer.default_local_dir={folder / 'run'}"]
+        call(command, folder, {"PYTHONPATH": str(ROOT)})
+        rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if row["step"] > 0]
+        seconds = [row["timing_s/step"] for row in rows]
+        return Measured.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Trl:
+    """TRL's GRPOTrainer: generation by transformers on a CPU, by vLLM in its process on a GPU."""
+
+    python: Path
+
+    def run(self, work: Work, folder: Path) -> Measured:
+        """Do the work by a script that its Python runs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        out, asked = folder / "out.json", folder / "work.json"
+        asked.write_text(json.dumps(trl_work(work, out)))
+        threads = str(len(os.sched_getaffinity(0)))
+        call([str(self.python), str(_TRL_SCRIPT), str(asked)], folder, {"OMP_NUM_THREADS": threads})
+        found = json.loads(out.read_text())
+        return Measured.of(found["step_s"], found["own_step_s"], found["tokens"])
+
+
+def trl_work(work: Work, out: Path) -> dict[str, Any]:
+    """Say the work in TRL's terms: an optimizer step is one of its steps."""
+    config, plan = work.config, build_plan(work.config)
+    actor, optim, rollout = config.actor, config.actor.optim, config.rollout
+    update = actor.ppo_mini_batch_size * rollout.n // max(work.devices, 1)  # samples of a device
+    micro = update if work.device == "cpu" else min(update, _TRL_MICRO)
+    return {
+        "out": str(out),
+        "model": work.model,
+        "reward": work.reward,
+        "rows": work.rows(),
+        "updates": work.updates,
+        "on_gpu": work.device == "cuda",
+        "engine_memory": rollout.gpu_memory_utilization,
+        "settings": {
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": update // micro,
+            "steps_per_generation": update // micro * work.updates,
+            "num_generations": rollout.n,
+            "max_completion_length": config.data.max_response_length,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": max(rollout.top_k, 0),
+            "learning_rate": optim.lr,
+            "lr_scheduler_type": optim.lr_decay_style,
+            "weight_decay": optim.weight_decay,
+            "epsilon": plan.clip_ratio_low,
+            "epsilon_high": plan.clip_ratio_high,
+            "beta": 0.0,
+            "max_steps": work.steps * work.updates,
+            "seed": config.trainer.seed,
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Verl:
+    """verl's main_ppo with vLLM, by Megatron or by FSDP."""
+
+    python: Path
+    engine: str  # of its config: megatron | dp (FSDP)
+
+    def run(self, work: Work, folder: Path) -> Measured:
+        """Do the work; the wall clock of a step is its own timing_s/step."""
+        folder.mkdir(parents=True, exist_ok=True)
+        data, log = folder / "train.parquet", folder / "metrics.jsonl"
+        pq.write_table(pa.Table.from_pylist(work.rows()), data)
+        command = [str(self.python), "-m", "verl.trainer.main_ppo", f"model_engine={self.engine}"]
+        call(
+            [*command, *verl_overrides(work, data, self.engine)],
+            folder,
+            {"VERL_FILE_LOGGER_PATH": str(log), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        )
+        rows = [line["data"] for line in read_json_lines(log)]
+        rows = [row for row in rows if "timing_s/step" in row]
+        seconds = [row["timing_s/step"] for row in rows]
+        return Measured.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
+
+
+def verl_overrides(work: Work, data: Path, engine: str) -> list[str]:
+    """Say the work in verl's keys; its recommended dynamic batches, offload as in the recipe."""
+    config = work.config
+    actor, rollout, optim = config.actor, config.rollout, config.actor.optim
+    role = "actor_rollout_ref"
+    megatron = actor.megatron
+    keys: dict[str, Any] = {
+        "data.train_files": data,
+        "data.val_files": data,
+        "data.train_batch_size": config.data.train_batch_size,
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "data.max_response_length": config.data.max_response_length,
+        f"{role}.model.path": work.model,
+        f"{role}.actor.optim.lr": optim.lr,
+        f"{role}.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        f"{role}.actor.use_dynamic_bsz": True,
+        f"{role}.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        f"{role}.actor.use_kl_loss": False,
+        f"{role}.rollout.name": "vllm",
+        f"{role}.rollout.n": rollout.n,
+        f"{role}.rollout.temperature": rollout.temperature,
+        f"{role}.rollout.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        f"{role}.rollout.gpu_memory_utilization": rollout.gpu_memory_utilization,
+        f"{role}.rollout.max_num_seqs": rollout.max_num_seqs,
+        f"{role}.rollout.max_num_batched_tokens": rollout.max_num_batched_tokens,
+        f"{role}.rollout.enforce_eager": rollout.enforce_eager,
+        "reward.custom_reward_function.path": work.reward,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": False,
+        "trainer.logger": '["console","file"]',
+        "trainer.n_gpus_per_node": work.devices,
+        "trainer.nnodes": 1,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.total_training_steps": work.steps,
+    }
+    if engine == "megatron":
+        section = f"{role}.actor.megatron"
+        keys |= {
+            f"{section}.tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+            f"{section}.vanilla_mbridge": True,  # mbridge: Megatron-Bridge is not in its list
+            f"{section}.param_offload": megatron.param_offload,
+            f"{section}.grad_offload": megatron.grad_offload,
+            f"{section}.optimizer_offload": megatron.optimizer_offload,
+        }
+    else:
+        section = f"{role}.actor.fsdp_config"
+        keys |= {
+            f"{section}.param_offload": megatron.param_offload,
+            f"{section}.optimizer_offload": megatron.optimizer_offload,
+        }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+# Of a peer by name: makes it with its Python.
+PEERS: Mapping[str, Callable[[Path], Trainer]] = {
+    "trl": Trl,
+    "verl": lambda python: Verl(python, "megatron"),
+    "verl_fsdp": lambda python: Verl(python, "dp"),
+}
