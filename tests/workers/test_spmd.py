@@ -153,7 +153,7 @@ def test_a_rank_that_dies_before_its_roles_are_built_ends_the_start() -> None:
             self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
         ) -> Answers:
             super().submit([1], role, "kill", ())
-            return super().submit([0], role, "sleep", (0.0, None))
+            return super().submit(ranks, role, "sleep", (0.0, None))
 
     with pytest.raises(WorkerError, match="rank 1"), toy(2, kind=Failing):
         pass
