@@ -106,12 +106,12 @@ class SFTTrainer:
                 batch = supervised_batch([self.dataset.example(i) for i in self._rows(step)])
                 with timer("update_actor"):
                     metrics = reduced(actor.update(batch, "supervise"))
+                profiles.end(step, timer)
                 with timer("save_checkpoint"):
                     asked = stop.is_set()
                     saver.poll()
                     if asked or is_due(step, trainer.save_freq, self.total_steps):
                         saver.save(TrainerState(step, 0, trainer.seed, {}, 0.0))
-                profiles.end(step, timer)
                 timings = timer.metrics()
                 responses = int(batch.sequences.response_lengths.sum())
                 speed = rates.over(timings, batch.sequences.tokens.lengths, responses, 1)

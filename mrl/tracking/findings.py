@@ -198,10 +198,8 @@ def _truncated(run: Record) -> Iterator[Finding]:
 def _generation_share(run: Record) -> Iterator[Finding]:
     rows = [row for row in run.rows[-WINDOW:] if "timing_s/gen" in row]
     seconds = sum(row["timing_s/step"] or 0.0 for row in rows)
-    if (
-        not seconds
-        or (share := sum(r["timing_s/gen"] or 0.0 for r in rows) / seconds) <= GENERATION_SHARE
-    ):
+    share = sum(row["timing_s/gen"] or 0.0 for row in rows) / seconds if seconds else 0.0
+    if share <= GENERATION_SHARE:
         return
     held = max(build_plan(run.config).sequences_per_replica)
     key, advice = generation_advice(run.config.rollout, held)

@@ -86,7 +86,7 @@ class Recorder:
         """Write the samples of a step below `<kind>/`, while the step goes on."""
         self.beside(dump_rollouts, self.folder / kind, step, rows)
         if kind == "rollouts" and step % _SAMPLES_EVERY == 1:
-            self.beside(self._samples, step, "train/samples", [rows[i] for _, i in ends(rows)])
+            self._show(self._samples, step, "train/samples", [rows[i] for _, i in ends(rows)])
 
     def distributions(self, step: int, batch: ScoredBatch) -> None:
         """Show how lengths, scores, advantages and log-prob gaps are spread, while it goes on."""

@@ -98,7 +98,8 @@ def _spread(chunks: Chunks) -> dict[str, Any]:
 
 def _finite(chunks: Chunks) -> Iterator[Tensor]:
     for part in chunks():
-        values, finite = part.float(), part.isfinite()
+        values = part.float()
+        finite = values.isfinite()
         values = values if bool(finite.all()) else values[finite]
         if len(values):
             yield values

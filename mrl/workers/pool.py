@@ -126,11 +126,11 @@ class SpmdPool:
         with self._lock:
             self._count += 1
             name = f"{role}.{method}".lstrip(".")
+            call = pack(Call(self._count, role, method, args))  # what cannot be sent is not awaited
             self._pending[self._count] = (name, answers)
             self._clocks.asked(ranks, name)
             if self._failed.is_set():
                 return answers  # whoever waits for them is told the cause
-            call = pack(Call(self._count, role, method, args))
             try:
                 for rank in ranks:
                     self._deliver(rank, call)
