@@ -67,7 +67,8 @@ class Ragged:
         values = self.values
         array = np.ascontiguousarray(_as_numpy(values.cpu())).reshape(-1).view(np.uint8)
         raw = PickleBuffer(array) if int(protocol) >= 5 else array  # may travel beside the pickle
-        return _unpickle_ragged, (raw, values.dtype, tuple(values.shape), to_bytes(self.lengths))
+        shape = tuple(values.shape)
+        return _unpickle_ragged, (raw, _name(values.dtype), shape, to_bytes(self.lengths))
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -221,7 +222,7 @@ class ByRow(Ragged):
         numbers = self.numbers
         return _unpickle_by_row, (
             type(self),
-            numbers.dtype,
+            _name(numbers.dtype),
             to_bytes(numbers),
             to_bytes(self.lengths),
         )
@@ -288,6 +289,11 @@ def _repeat(numbers: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 
+def _name(dtype: torch.dtype) -> str:
+    """Name a dtype: it is looked up faster than torch's own object is pickled."""
+    return str(dtype).removeprefix("torch.")
+
+
 def to_bytes(values: Tensor) -> bytes:
     """Give the bytes of a small tensor: numpy and torch take many times as long to pickle one."""
     return values.numpy().tobytes()
@@ -298,22 +304,20 @@ def from_bytes(raw: Buffer, dtype: torch.dtype) -> Tensor:
 
     Ray's arrays lie in a store that all ranks of a node share.
     """
-    array = np.frombuffer(raw, np.uint8)
-    if not len(array):
-        return torch.empty(0, dtype=dtype)  # numpy's copy of nothing has no stride to view by
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)
+    view = memoryview(raw)
+    if not view.nbytes:
+        return torch.empty(0, dtype=dtype)  # which torch does not read from a buffer
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
 
 
-def _unpickle_ragged(
-    raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], lengths: bytes
-) -> Ragged:
-    return Ragged(from_bytes(raw, dtype).view(shape), from_bytes(lengths, torch.int64))
+def _unpickle_ragged(raw: Buffer, dtype: str, shape: tuple[int, ...], lengths: bytes) -> Ragged:
+    values = from_bytes(raw, getattr(torch, dtype))
+    shaped = values.view(shape) if len(shape) > 1 else values
+    return Ragged(shaped, from_bytes(lengths, torch.int64))
 
 
-def _unpickle_by_row(
-    kind: type[ByRow], dtype: torch.dtype, numbers: bytes, lengths: bytes
-) -> ByRow:
-    return kind(from_bytes(numbers, dtype), from_bytes(lengths, torch.int64))
+def _unpickle_by_row(kind: type[ByRow], dtype: str, numbers: bytes, lengths: bytes) -> ByRow:
+    return kind(from_bytes(numbers, getattr(torch, dtype)), from_bytes(lengths, torch.int64))
 
 
 def _are_consecutive(indices: Sequence[int]) -> bool:

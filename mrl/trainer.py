@@ -228,6 +228,7 @@ class _Run:
             if metrics:
                 self.recorder.step(first, metrics)
         for step in range(first + 1, self.last_step + 1):
+            gc.collect()  # little stands between two steps
             try:
                 self.step(step)
             except WorkerError as error:
@@ -373,13 +374,13 @@ class _Run:
 
 
 def _collect_rarely() -> None:
-    """Spare Python's collections of garbage what stands now, and most of their rounds.
+    """Spare Python's collections of garbage what stands now, and all rounds but those we ask for.
 
-    A step makes some hundred thousand objects, hardly one of them in a cycle: at the usual pace
-    looking for those takes longer than the rest of the controller's work.
+    A step makes some hundred thousand objects, hardly one of them in a cycle: looking for those
+    while they stand takes longer than much of the controller's work.
     """
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(10_000_000)
 
 
 def _over_updates(role: str, updates: Sequence[Mapping[str, Metric]], due: int) -> dict[str, float]:

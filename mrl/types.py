@@ -22,6 +22,7 @@ from mrl.columns import Joined as Joined
 from mrl.columns import Ragged as Ragged
 from mrl.columns import Repeated as Repeated
 from mrl.columns import from_bytes, to_bytes
+from mrl.pickling import ByFields
 
 
 class Numbers(Sequence[Any]):
@@ -106,7 +107,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(ByFields):
     """How the engine draws responses."""
 
     n: int
@@ -169,7 +170,7 @@ def _unpickle_sequences(tokens: Ragged, lengths: bytes) -> Sequences:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyBatch:
+class PolicyBatch(ByFields):
     """What the actor needs for one optimizer step; columns have one entry a response token."""
 
     sequences: Sequences
@@ -207,7 +208,7 @@ class PolicyBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ValueBatch:
+class ValueBatch(ByFields):
     """What the critic needs for one optimizer step; columns have one entry a response token."""
 
     sequences: Sequences

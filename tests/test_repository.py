@@ -16,7 +16,7 @@ MAX_LINES = 420
 
 # Lower never imports higher. A room is a module or folder directly under mrl/.
 LEVELS = (
-    {"types", "columns", "config", "interrupts"},
+    {"types", "columns", "pickling", "config", "interrupts"},
     {"algorithms", "rewards", "data", "batching"},
     {"resharding"},
     {"workers"},

@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mrl.pickling import ByFields
+
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(ByFields):
     """A weighted mean: the sum of weight times value, and the sum of the weights."""
 
     total: float
@@ -36,7 +38,7 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(ByFields):
     """A sum of disjoint parts; ranks that hold replicas of a part must report it once."""
 
     value: float
@@ -47,7 +49,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Max:
+class Max(ByFields):
     """A largest value."""
 
     value: float
@@ -58,7 +60,7 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
-class Min:
+class Min(ByFields):
     """A smallest value."""
 
     value: float
@@ -69,7 +71,7 @@ class Min:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class Same(ByFields):
     """A number that all parts hold alike, as a learning rate or the norm of all gradients."""
 
     value: float

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from mrl.types import Batching
 
@@ -52,10 +53,11 @@ def by_tokens(
     for name, value in named.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, expected at least 1")
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"row lengths must not be negative, found {min(lengths)}")
-    _warn_over_long(lengths, max_tokens)
-    order = np.argsort(-np.array(lengths, np.int64), kind="stable").tolist()
+    rows = np.array(lengths, np.int64)
+    if (rows < 0).any():
+        raise ValueError(f"row lengths must not be negative, found {rows.min()}")
+    _warn_over_long(rows, max_tokens)
+    order = (-rows).argsort(kind="stable").tolist()
 
     def rounded(count: int) -> int:
         count = max(count, min_count)
@@ -63,7 +65,7 @@ def by_tokens(
 
     # Even micro-batches keep pipelines and memory level; but only a packing is sure to keep the
     # cap. The fewest that could hold all come first: many short rows mostly fill them.
-    fewest = rounded(-(-sum(min(length, max_tokens) for length in lengths) // max_tokens))
+    fewest = rounded(-(-int(np.minimum(rows, max_tokens).sum()) // max_tokens))
     if (even := _longest_to_lightest(lengths, order, fewest, max_tokens)) is not None:
         return even
     packed = _first_fit_decreasing(lengths, order, max_tokens)
@@ -122,12 +124,13 @@ def _longest_to_lightest(
     return [sorted(batch) for batch in batches]
 
 
-def _warn_over_long(lengths: Sequence[int], max_tokens: int) -> None:
-    over = [length for length in lengths if length > max_tokens]
+def _warn_over_long(lengths: npt.NDArray[np.int64], max_tokens: int) -> None:
+    over = int((lengths > max_tokens).sum())
     if over:
         warnings.warn(
-            f"{len(over)} rows exceed the budget of {max_tokens} tokens a micro-batch (longest: "
-            f"{max(over)}) and run alone; raise the *_max_token_len_per_gpu key to at least that",
+            f"{over} rows exceed the budget of {max_tokens} tokens a micro-batch (longest: "
+            f"{lengths.max()}) and run alone; "
+            "raise the *_max_token_len_per_gpu key to at least that",
             stacklevel=3,
         )
 

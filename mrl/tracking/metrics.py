@@ -50,11 +50,11 @@ class ScoredBatch:
         values: Ragged | None,
     ) -> ScoredBatch:
         """Join the experience of a step with what was computed on it."""
-        samples = experience.samples
+        samples, sequences = experience.samples, experience.sequences
         return ScoredBatch(
             experience.uids,
             scores,
-            tuple(len(sample.prompt_ids) for sample in samples),
+            tuple((sequences.tokens.lengths - sequences.response_lengths).tolist()),
             max_prompt_length,
             tuple(sample.finish_reason == "length" for sample in samples),
             experience.mask,

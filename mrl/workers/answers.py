@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from mrl.pickling import ByFields
 from mrl.types import Ragged, Sample, as_array
 
 
@@ -26,7 +27,7 @@ class SampleGroups(list[tuple[Sample, ...]]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _Column(ByFields):
     """Rows end to end."""
 
     values: npt.NDArray[Any]  # [T]
@@ -43,7 +44,7 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class _Columns(ByFields):
     """The fields of the samples, one column each."""
 
     group_sizes: list[int]

@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from mrl.pickling import ByFields
 from mrl.workers.hangs import own_stack
 
 AUTHKEY_BYTES = 32
 WRONG_INPUT = (ValueError, FileNotFoundError)  # of a user: what another try would meet again
 _LONGEST_POLL_S = 1e6  # the system counts milliseconds in 32 bits
-_LARGE_BYTES = 1 << 16  # from here on an array travels beside its pickle
+_LARGE_BYTES = 1 << 14  # from here on an array travels beside its pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(ByFields):
     """One method call."""
 
     number: int
@@ -52,17 +53,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(ByFields):
     """The answer to a call: a value, or the traceback of its failure."""
 
     number: int
     value: Any
     failure: str | None
     lasting: bool = False  # the failure is of wrong input: another try would meet it again
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by fields: at once, where a frozen dataclass with slots asks for each by name."""
-        return Reply, (self.number, self.value, self.failure, self.lasting)
 
 
 @dataclass(frozen=True, slots=True)
