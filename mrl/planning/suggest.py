@@ -14,10 +14,16 @@ from mrl.planning.hardware import GB
 from mrl.planning.job import Job
 from mrl.planning.memory import TIGHT, MemoryPlan, plan_memory
 
-_BUDGETS = (4, 2, 1)  # times the longest sequence
+_BUDGETS = (16, 4, 2, 1)  # times the longest sequence
 _SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)
 _MOST_PP = 16
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+_CUT = {
+    "placement.mode",
+    *(f"actor.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    "actor.megatron.virtual_pipeline_model_parallel_size",
+    "actor.megatron.context_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,22 @@ class Suggestion:
 def suggest(job: Job, count: int = 5) -> tuple[Suggestion, ...]:
     """Search layouts and give the fastest that fit, each a different cut of the model.
 
-    Training side (tp, pp, vpp, cp, ep, recompute, budget, offload) and engine side (tp, memory)
-    are searched one after the other: a step is the sum of both.
+    Training side (tp, pp, vpp, cp, ep, recompute, budget) and engine side (tp, memory) are searched
+    one after the other, with everything offloaded and with nothing: a step is the sum of both.
     """
     best: list[Suggestion] = []
     for place in _placements(job):
-        cuts = [cut for layout in _layouts(job) if (cut := _trained(job, {**place, **layout}))]
-        cuts.sort(key=lambda found: found.time.total)
-        best += [s for cut in cuts[: 2 * count] if (s := _engine(job, cut.change))]
+        cuts = [{**place, **layout} for layout in _layouts(job)]
+        legal = [cut for cut in cuts if tried(job.config, cut, job.machine) is not None]
+        for offload in (False, True):
+            ways = [way for cut in legal if (way := _trained(job, cut, offload))]
+            ways.sort(key=lambda found: found.time.total)
+            best += [s for way in ways[: 2 * count] if (s := _engine(job, way.change))]
     best.sort(key=lambda found: found.time.total)
-    return tuple(best[:count])
+    unlike: dict[str, Suggestion] = {}
+    for one in best:
+        unlike.setdefault(str([value for key, value in one.change.items() if key in _CUT]), one)
+    return tuple(unlike.values())[:count]
 
 
 def _placements(job: Job) -> Iterator[Change]:
@@ -89,17 +101,17 @@ def _layouts(job: Job) -> Iterator[Change]:
             }
 
 
-def _trained(job: Job, layout: Change) -> Suggestion | None:
-    """Find the fastest way to train in a layout: budget, recomputation, offload."""
+def _trained(job: Job, layout: Change, offload: bool) -> Suggestion | None:
+    """Find the fastest way to train in a layout: budget and recomputation."""
     found: list[Suggestion] = []
     m = "actor.megatron."
     module = "moe" if job.shape.moe else "mlp"
     kinds = ((None, "core_attn"), ("selective", module), ("full", "core_attn"))
     cp = layout[f"{m}context_parallel_size"]
-    if tried(job.config, layout, job.machine) is None:
-        return None
-    for (granularity, modules), offload in product(kinds, (False, True)):
-        for times in _BUDGETS:
+    own = job.config.actor.ppo_max_token_len_per_gpu
+    budgets = sorted({own, *(-(-times * job.longest // cp) for times in _BUDGETS)}, reverse=True)
+    for granularity, modules in kinds:
+        for budget in budgets:
             change = {
                 **layout,
                 f"{m}recompute_granularity": granularity,
@@ -107,12 +119,11 @@ def _trained(job: Job, layout: Change) -> Suggestion | None:
                 f"{m}recompute_method": None,
                 f"{m}recompute_num_layers": None,
                 "actor.use_dynamic_bsz": True,
-                "actor.ppo_max_token_len_per_gpu": -(-times * job.longest // cp),
+                "actor.ppo_max_token_len_per_gpu": budget,
                 **{f"{m}{part}": offload for part in _OFFLOADS},
             }
             if (done := _planned(job, change)) and _trains(done[1]):
                 found.append(Suggestion(change, done[1], plan_time(done[0])))
-                break
     return min(found, key=lambda s: s.time.total, default=None)
 
 
