@@ -374,13 +374,13 @@ class _Run:
 
 
 def _collect_rarely() -> None:
-    """Spare Python's collections of garbage what stands now, and all rounds but those we ask for.
+    """Spare Python's collections of garbage what stands now, and most rounds within a step.
 
     A step makes some hundred thousand objects, hardly one of them in a cycle: looking for those
     while they stand takes longer than much of the controller's work.
     """
     gc.freeze()
-    gc.set_threshold(10_000_000)
+    gc.set_threshold(1_000_000)
 
 
 def _over_updates(role: str, updates: Sequence[Mapping[str, Metric]], due: int) -> dict[str, float]:
