@@ -249,6 +249,8 @@ class _Run:
         timer, roles = self.timer.next(), self.roles
         self.timer = timer
         self.profiles.begin(step, timer)
+        with timer("save_checkpoint"):
+            self.saver.settle()  # now that the rows of all its steps are written
         drawn = self.generator(step, timer)
         batch, scores = drawn.batch, drawn.scores
         rows = rollout_rows(step, drawn.prompts, batch.samples, scores)
@@ -297,9 +299,6 @@ class _Run:
         self.profiles.end(step, timer)
         with timer("save_checkpoint"):
             self._save(step)
-        if rules.alarm_action == "stop":
-            self.saver.finish()  # what was saved stays saved
-        sound_alarm(step, summary.result(), rules)
         self.recorder.step(step, {
             **summary.result(),
             **{name: future.result() for name, future in measured.items()},
@@ -314,6 +313,9 @@ class _Run:
             **self.rates(timer.metrics(), batch, "actor/grad_norm" in updates),
             **validation,
         })  # fmt: skip
+        if rules.alarm_action == "stop":
+            self.saver.finish()  # what was saved stays saved
+        sound_alarm(step, summary.result(), rules)
 
     def _update_actor(
         self,

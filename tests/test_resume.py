@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,23 @@ def assert_close(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
             assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Give the steps whose checkpoint counted before their metrics were written."""
+    found: list[int] = []
+    commit = CheckpointFolder.commit
+
+    def noted(folder: CheckpointFolder, step: int, best: int | None = None) -> Path:
+        if step not in steps_of(folder.root):
+            found.append(step)
+        return commit(folder, step, best)
+
+    monkeypatch.setattr(CheckpointFolder, "commit", noted)
+    yield found
+    assert found == []
+
+
+@pytest.mark.usefixtures("unwritten")
 @pytest.mark.parametrize(
     "name", [n if n == "pp2" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )
@@ -54,6 +71,7 @@ def test_a_run_resumed_in_another_layout_goes_on_with_the_same_numbers(
         assert texts[0] == texts[1]
 
 
+@pytest.mark.usefixtures("unwritten")
 def test_saving_beside_training_changes_no_number(
     fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:

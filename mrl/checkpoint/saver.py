@@ -37,6 +37,9 @@ class Saver:
     def save(self, state: TrainerState) -> None:
         """Write the checkpoint of a state, or start to; the one before is finished first.
 
+        It counts once it is finished, which is for after its step's metrics are written: a run
+        that goes on from it has all rows before.
+
         Raises WorkerError naming the save's step and the rank, OSError where the controller's own
         files cannot be written; older checkpoints stay as they are.
         """
@@ -52,12 +55,17 @@ class Saver:
             state.save(draft)
             save_config(self.config, draft)
         self._under_way = state
+
+    def settle(self) -> None:
+        """Complete the checkpoint that was not written in the background; raises as `save`."""
         if not self.in_background:
-            self._commit(state)
+            self.finish()
 
     def poll(self) -> None:
         """Complete the checkpoint under way if all ranks have written theirs; raises as `save`."""
-        if self._under_way is not None and all(role.is_saved() for role in self.roles.values()):
+        if self._under_way is None or not self.in_background:
+            return
+        if all(role.is_saved() for role in self.roles.values()):
             self.finish()
 
     def finish(self) -> None:
@@ -66,13 +74,10 @@ class Saver:
         if state is None:
             return
         with self._explained(state.global_step):
-            for name, role in self.roles.items():
-                role.finish_save(self.folder.draft(state.global_step) / name)
-        self._commit(state)
-
-    def _commit(self, state: TrainerState) -> None:
-        self._under_way = None
-        with self._explained(state.global_step):
+            if self.in_background:
+                for name, role in self.roles.items():
+                    role.finish_save(self.folder.draft(state.global_step) / name)
+            self._under_way = None
             keeps_best = self.config.trainer.best_metric is not None
             self.folder.commit(state.global_step, best=state.best_step if keeps_best else None)
 

@@ -73,6 +73,16 @@ def test_the_tracker_moves_when_all_ranks_have_written(tmp_path: Path) -> None:
     assert under_test.folder.has(1)
 
 
+def test_in_the_foreground_a_checkpoint_counts_when_it_is_settled(tmp_path: Path) -> None:
+    under_test = saver(tmp_path, Role(), background=False)
+    under_test.save(at(1))
+    under_test.poll()
+    assert under_test.folder.latest().found is None
+    under_test.settle()
+    assert tracked(tmp_path) == "1"
+    under_test.settle()
+
+
 def test_one_save_is_under_way_at_most_and_the_last_is_waited_for(tmp_path: Path) -> None:
     role = Role()
     role.is_slow = True
@@ -129,14 +139,17 @@ def test_the_best_one_is_kept_and_linked(tmp_path: Path) -> None:
     under_test = saver(tmp_path, Role(), background=False, keep=1, best="val-core/a")
     for step, best in ((1, 1), (2, 1), (3, 1)):
         under_test.save(at(step, best))
+        under_test.settle()
     assert under_test.folder.steps() == [1, 3]
     assert (tmp_path / BEST).resolve().name == "global_step_1"
     under_test.save(at(4, 4))
+    under_test.settle()
     assert under_test.folder.steps() == [4]
     assert (tmp_path / BEST).resolve().name == "global_step_4"
     restarted = saver(tmp_path, Role(), background=False, keep=2, best="val-core/a")
     for step in (5, 6, 7):
         restarted.save(at(step, 4))
+        restarted.settle()
     assert restarted.folder.steps() == [4, 6, 7]
     restarted.folder.set_aside(after=6)
     assert (tmp_path / BEST).exists()
@@ -148,6 +161,7 @@ def test_without_a_metric_nothing_is_best(tmp_path: Path) -> None:
     under_test = saver(tmp_path, Role(), background=False, keep=1)
     for step in (1, 2):
         under_test.save(at(step, 1))
+    under_test.finish()
     assert under_test.folder.steps() == [2]
     assert not (tmp_path / BEST).exists()
 
