@@ -28,6 +28,8 @@ LAYOUTS = {
     "pp2": ("actor.megatron.tensor_model_parallel_size=1",
             "actor.megatron.pipeline_model_parallel_size=2"),
     "dp2": ("actor.megatron.tensor_model_parallel_size=1",),
+}  # fmt: skip
+OTHER_RANKS = {  # whose replicas are other in number, and draw other responses
     "one": ("actor.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"),
     "tp2-dp2": ("trainer.n_gpus_per_node=4",),
 }  # fmt: skip
@@ -56,9 +58,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.usefixtures("unwritten")
-@pytest.mark.parametrize(
-    "name", [n if n == "pp2" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", ["pp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_a_run_resumed_in_another_layout_goes_on_with_the_same_numbers(
     name: str, fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -69,6 +69,24 @@ def test_a_run_resumed_in_another_layout_goes_on_with_the_same_numbers(
         assert_close(resumed[step], whole[step])
         texts = [[row["output"] for row in rollouts_of(r, step)] for r in (run, spawned_run)]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_RANKS)
+def test_a_run_resumed_on_other_ranks_has_the_same_policy_and_goes_on(
+    name: str, fit: Fit, spawned_run: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    greedy = ("rollout.val_kwargs.do_sample=false", "rollout.val_kwargs.temperature=0",
+              "rollout.val_kwargs.n=1", "trainer.val_only=true")  # fmt: skip
+    texts = []
+    for folder, layout in ("same", ()), ("other", OTHER_RANKS[name]):
+        run = interrupted_after(spawned_run, 2, tmp_path / folder)
+        fit(inputs.config, *overrides(run, *layout, *greedy))
+        texts.append([row["output"] for row in rollouts_of(run, 2, "validation")])
+    assert len(texts[0]) == 5
+    assert texts[0] == texts[1]
+    fit(inputs.config, *overrides(run, *OTHER_RANKS[name]))
+    assert max(steps_of(run)) == STEPS
 
 
 @pytest.mark.usefixtures("unwritten")
