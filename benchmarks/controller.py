@@ -196,7 +196,7 @@ class SleepingPool(SpmdPool):
                 replies = [(rank, self._reply(rank)) for rank in self._queue]
             self._queue.clear()
             for rank, packed in replies:
-                reply = packed.unpack()
+                reply = Reply._make(packed.unpack())
                 self._clocks.answered(rank)
                 if self._pending[reply.number][1].take(rank, reply.value):
                     del self._pending[reply.number]
@@ -226,7 +226,7 @@ class SleepingPool(SpmdPool):
         elif rank in (self._engines if call.method == "generate" else self._outputs):
             call = _arrived(self._packed[rank]).unpack()  # in memory of its own
             value = getattr(self, f"_{call.method}")(call.role, *call.args)
-        return _arrived(pack(Reply(call.number, value, None)))
+        return _arrived(pack(tuple(Reply(call.number, value, None))))
 
     def _call(self, rank: int) -> Call:
         packed = self._packed[rank]

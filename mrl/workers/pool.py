@@ -32,6 +32,7 @@ from mrl.workers.wire import (
     Hello,
     Packed,
     Pulse,
+    Reply,
     Stack,
     pack,
     receive,
@@ -180,10 +181,11 @@ class SpmdPool:
     def _read(self, hello: Hello, connection: Connection) -> None:
         try:
             while True:
-                reply = receive(connection)
-                if isinstance(reply, Stack):
-                    self._stacks[hello.rank] = reply.text
+                message = receive(connection)
+                if isinstance(message, Stack):
+                    self._stacks[hello.rank] = message.text
                     continue
+                reply = Reply._make(message)
                 seconds = self._clocks.answered(hello.rank)
                 name, answers = self._pending[reply.number]
                 if reply.failure is None:

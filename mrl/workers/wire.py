@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,9 +52,12 @@ class Call(ByFields):
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply(ByFields):
-    """The answer to a call: a value, or the traceback of its failure."""
+class Reply(NamedTuple):
+    """The answer to a call: a value, or the traceback of its failure.
+
+    It travels as a plain tuple: most hold no value, and to look its type up takes pickle longer
+    than all the rest.
+    """
 
     number: int
     value: Any
@@ -214,10 +217,11 @@ def serve(
             sys.stderr.flush()
             lasting = isinstance(error, WRONG_INPUT)
             with sending:
-                send(connection, Reply(message.number, None, traceback.format_exc(), lasting))
+                failed = Reply(message.number, None, traceback.format_exc(), lasting)
+                send(connection, tuple(failed))
             threading.Event().wait()
         with sending:
-            send(connection, Reply(message.number, value, None))
+            send(connection, tuple(Reply(message.number, value, None)))
 
 
 def die_with_parent() -> None:
