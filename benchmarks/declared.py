@@ -226,6 +226,23 @@ def _peers(result: Mapping[str, Any], environment: Environment) -> Iterator[Figu
         yield Figure(f"{work}: mrl over the peer", value, "times", "higher", low, high, repeats)
 
 
+def _eight_gpus(result: Mapping[str, Any], environment: Environment) -> Iterator[Figure]:
+    passes, parts = _Passes(environment), result["parts"]
+    for name, found in parts.get("layouts", {}).items():
+        yield from passes.figures(f"layouts {name}", found.get("update", {}))
+    moved = {name: found for name, found in parts.get("reshard", {}).items() if "direct" in found}
+    yield from _reshard({"engines": {"reshard": moved}}, environment)
+    for part in ("grpo", "ppo"):
+        runs = {f"{part} {name}": found for name, found in parts.get(part, {}).items()}
+        yield from _rl_step(runs, environment)
+    for name, found in parts.get("long_context", {}).items():
+        yield from passes.figures(f"long {name}", found)
+    for case, row in result["scaling"].items():
+        for gpus, found in list(row.items())[1:]:  # the first are the fewest
+            share = [found["efficiency"]]
+            yield Figure.of(f"scaling {case}/{gpus}", share, "of the fewest GPUs'", "higher", 1.0)
+
+
 Declaration = Callable[[Mapping[str, Any], Environment], Iterator[Figure]]
 DECLARED: Mapping[str, Declaration] = {
     "train_step": _training,
@@ -240,4 +257,5 @@ DECLARED: Mapping[str, Declaration] = {
     "peers": _peers,
     "soak": _soak,
     "faults": _faults,
+    "eight_gpus": _eight_gpus,
 }

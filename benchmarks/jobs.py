@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.ranks import BenchmarkPool, OneDevicePool
 from benchmarks.workload import Model
-from mrl.config import build_plan, load_config
+from mrl.config import Config, build_plan, load_config
 from mrl.resharding.families import ModelShape
 from mrl.types import Batching
 from mrl.workers.group import TrainGroup
@@ -97,17 +97,13 @@ class Jobs:
         """Count the devices; CPU ranks always find one."""
         return torch.cuda.device_count() if self.device == "cuda" else 1 << 10
 
-    def open(
+    def config(
         self, model: Model, overrides: Sequence[str], world: int, longest: tuple[int, int]
-    ) -> Job:
-        """Run the actor of a config on `world` ranks; the last job ends if it is another.
-
-        `longest` are prompt and response tokens. Ranks share a GPU where there are too few. Raises
-        WorkerError when a rank fails, ValueError for a config that is refused.
-        """
+    ) -> Config:
+        """Give the config of a job; raises ConfigError, a ValueError, where it is refused."""
         path = model.write(self.folder / model.name)
         (self.folder / "job.yaml").write_text("{}\n")
-        config = load_config(self.folder / "job.yaml", [
+        return load_config(self.folder / "job.yaml", [
             f"model.path={path}",
             f"data.max_prompt_length={longest[0]}",
             f"data.max_response_length={longest[1]}",
@@ -122,6 +118,16 @@ class Jobs:
             "trainer.fault_timeout_s=300",
             *overrides,
         ])  # fmt: skip
+
+    def open(
+        self, model: Model, overrides: Sequence[str], world: int, longest: tuple[int, int]
+    ) -> Job:
+        """Run the actor of a config on `world` ranks; the last job ends if it is another.
+
+        `longest` are prompt and response tokens. Ranks share a GPU where there are too few. Raises
+        WorkerError when a rank fails, ValueError for a config that is refused.
+        """
+        config = self.config(model, overrides, world, longest)
         plan = build_plan(config)
         spec = supervised_job_spec(config, plan, _STEPS)
         one_device = world > self.devices
@@ -133,7 +139,7 @@ class Jobs:
             self._spec = None
             pool.open(spec)
             self._spec = spec
-        shape = ModelShape.from_folder(path)
+        shape = ModelShape.from_folder(Path(config.model.path))
         group = roles_on(pool, config, plan, spec).actor
         return Job(pool, shape, group, 1 if one_device else world)
 

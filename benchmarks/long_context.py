@@ -28,14 +28,15 @@ def long(run: Run, into: dict[str, Any]) -> None:
             continue
         found = into.setdefault(name, {})
         for tokens in run.tokens or run.scale.long_tokens:
-            run.attempt(found, str(tokens), partial(_long, run, case, tokens))
+            run.attempt(found, str(tokens), partial(train_row, run, case, tokens))
 
 
-def _long(run: Run, case: Case, tokens: int) -> dict[str, Any]:
+def train_row(run: Run, case: Case, tokens: int) -> dict[str, Any]:
+    """Time the update of one row of so many tokens."""
     longest = (run.scale.prompt, tokens - run.scale.prompt)
     job = run.jobs.open(case.model, case.overrides, case.world, longest)
     rows = Rows("uniform", *longest, tokens).draw(job.shape.vocab_size)
-    budget = tokens // case.world  # the row is cut over all ranks
+    budget = tokens // job.group.ranks.cp  # of a rank: the row is cut over these
     batch, actor = batch_of(job, rows, budget), job.actor(budget)
     steps: list[Any] = []
     repeats = run.scale.repeats if job.gpus == case.world else Repeats(1, 1)

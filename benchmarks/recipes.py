@@ -160,9 +160,14 @@ def settings(case: Case, folder: Path, steps: int) -> list[str]:
 
 
 def configured(case: Case, folder: Path, steps: int) -> Config:
-    """Write model, data and reward into a folder; gives the recipe that uses them."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        process.submit(_write_model, case, folder / "model").result()
+    """Write model, data and reward into a folder; gives the recipe that uses them.
+
+    A model that is there, of an earlier case of the same model and law, is kept.
+    """
+    if not (folder / "model").exists():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            process.submit(_write_model, case, folder / "draft").result()
+        (folder / "draft").rename(folder / "model")
     (folder / "reward.py").write_text(_REWARD)
     recipe = record.ROOT / "configs" / case.recipe
     config = load_config(recipe, settings(case, folder, steps))

@@ -1,8 +1,9 @@
 """How fast do a trainer's weights reach the engine, against all-gather and the engine's loader?
 
-Qwen2.5-7B shape, bfloat16, random weights, two GPUs. The trainer's side is placed as Megatron
-places it; the engine's side is plain tensors placed as vLLM places them (`--engine tensors`), or a
-live vLLM engine whose CUDA graphs were captured before the first sync (`--engine vllm`).
+Shapes of real models, bfloat16, random weights, on as many GPUs as a case has ranks (by default
+two). The trainer's side is placed as Megatron places it; the engine's side is plain tensors placed
+as vLLM places them (`--engine tensors`), or a live vLLM engine whose CUDA graphs were captured
+before the first sync (`--engine vllm`).
 Every measurement is the slowest rank's, host time with the device synchronised at both ends.
 Starts its ranks itself and saves after every group of cases. On two H200:
 mrl bench reshard --name reshard_h200 [--engine tensors vllm] [--cases ...]
@@ -30,47 +31,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.record import ROOT, output_of, parser_of
-from benchmarks.sides import QWEN2_7B, TINY, LiveEngine, Side, Weights, allocate, tensors_side
-from mrl.resharding import MegatronLayout, ModelShape, ReshardPlan, plan
+from benchmarks.sides import LiveEngine, Side, Weights, allocate, tensors_side
+from benchmarks.transfers import MODELS, OF_WORLD, TWO, Case, shape_of
+from mrl.resharding import ModelShape, ReshardPlan, plan
 from mrl.resharding.gather import GatherSync
 from mrl.resharding.planner import DEFAULT_BUCKET_BYTES
 from mrl.resharding.sync import Resharder, SyncStats
 from mrl.resharding.transports import Distributed
 from mrl.resharding.verify import compare_ends, same_bits
-from mrl.resharding.vllm_layout import VLLMLayout
 
-WORLD = 2
+CASES: Mapping[str, Case] = {k: case for own in OF_WORLD.values() for k, case in own.items()}
 NAME = "reshard"
 ENGINES = ("tensors", "vllm")
 _RANK_TIMEOUT = timedelta(seconds=90)
 _SECTION_LIMIT_S = 420.0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A trainer's layout and an engine's, on two ranks."""
-
-    tp: int
-    pp: int
-    dp: int
-    engine_tp: int
-    replicas: int
-    engine_first_rank: int = 0
-
-    @property
-    def live(self) -> bool:
-        """Tell whether every rank has an engine, as a live vLLM wants it here."""
-        return self.engine_tp * self.replicas == WORLD
-
-
-CASES: Mapping[str, Case] = {
-    "tp2_to_tp2": Case(2, 1, 1, 2, 1),
-    "tp2_to_2xtp1": Case(2, 1, 1, 1, 2),
-    "pp2_to_tp2": Case(1, 2, 1, 2, 1),
-    "pp2_to_2xtp1": Case(1, 2, 1, 1, 2),
-    "dp2_to_tp2": Case(1, 1, 2, 2, 1),
-    "1_and_1": Case(1, 1, 1, 1, 1, engine_first_rank=1),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +56,9 @@ class Settings:
     repeats: int
     bucket_bytes: int
 
-    @property
-    def shape(self) -> ModelShape:
-        """Give the model's sizes."""
-        return ModelShape.from_hf(TINY if self.smoke else QWEN2_7B)
+    def shape(self, model: str) -> ModelShape:
+        """Give a model's sizes."""
+        return shape_of(model, self.smoke)
 
     @property
     def device(self) -> torch.device:
@@ -151,17 +124,8 @@ def _with_peak(settings: Settings, build: Callable[[], Any]) -> dict[str, Any]:
 def run_case(case: Case, settings: Settings, engine: LiveEngine | None = None) -> dict[str, Any]:
     """Measure the direct way, the bucketed all-gather and the tensor-by-tensor one."""
     rank, device = dist.get_rank(), settings.device
-    shape = settings.shape
-    src = MegatronLayout(
-        shape,
-        case.tp,
-        case.pp,
-        case.dp,
-        padded_vocab=shape.vocab_size,
-        transformer_impl="transformer_engine",
-        dtype="bfloat16",
-    ).layout()
-    placed = VLLMLayout(shape, case.engine_tp, case.replicas, first_rank=case.engine_first_rank)
+    shape = settings.shape(case.model)
+    src, placed = case.source(shape).layout(), case.target(shape)
     side = tensors_side(placed, device) if engine is None else engine.side(src.tensors)
     params = allocate(src, rank, device)
     weights = Weights(src.tensors, device)
@@ -170,7 +134,7 @@ def run_case(case: Case, settings: Settings, engine: LiveEngine | None = None) -
     steps = plan(src, side.layout, settings.bucket_bytes)
     result: dict[str, Any] = {"case": asdict(case), "plan_s": time.perf_counter() - start}
     result["buckets"] = steps.num_buckets
-    result["floor_bytes"] = [steps.floor_bytes(r) for r in range(WORLD)]
+    result["floor_bytes"] = [steps.floor_bytes(r) for r in range(case.world)]
 
     def direct() -> Resharder:
         return Resharder(steps, rank, params, side.params, Distributed())
@@ -256,14 +220,14 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def run_section(engine: str, names: Sequence[str], smoke: bool) -> dict[str, Any]:
-    """Run cases in ranks of their own; after a failing case, new ranks take the rest."""
+    """Run cases of one size in ranks of their own; after a failing one, new ranks take the rest."""
     results: dict[str, Any] = {}
     rest = list(names)
     while rest:
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder) / "out.json", Path(folder) / "log"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc-per-node={WORLD}", "-m", "benchmarks.reshard"]
+            command += [f"--nproc-per-node={CASES[rest[0]].world}", "-m", "benchmarks.reshard"]
             command += ["--engine", engine, "--out", str(out), "--cases", *rest]
             environment = os.environ | {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -301,7 +265,9 @@ def _sections(engines: Sequence[str], names: Sequence[str]) -> list[tuple[str, l
     """Group cases by the engine that they share: it is started once."""
     sections = []
     if "tensors" in engines:
-        sections.append(("tensors", list(names)))
+        for world in OF_WORLD:
+            own = [name for name in names if CASES[name].world == world]
+            sections += [("tensors", own)] if own else []
     if "vllm" in engines:
         live = [name for name in names if CASES[name].live]
         for tp in sorted({CASES[name].engine_tp for name in live}, reverse=True):
@@ -315,8 +281,7 @@ def run(args: Sequence[str]) -> dict[str, Any]:
     settings, output = SMOKE if options.smoke else REAL, output_of(NAME, options)
     result: dict[str, Any] = {
         "smoke": options.smoke,
-        "model": dict(TINY if options.smoke else QWEN2_7B),
-        "ranks": WORLD,
+        "models": {name: folder for name, (folder, _) in MODELS.items()},
         "warmups": settings.warmups,
         "bucket_bytes": settings.bucket_bytes,
         "engines": {engine: {} for engine in options.engine},
@@ -358,7 +323,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(NAME, __doc__)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(TWO))
     parser.add_argument("--out", help="of one rank's section; set by the launcher")
     return parser.parse_args(list(args))
 

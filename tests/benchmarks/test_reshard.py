@@ -12,7 +12,7 @@ def run_cases(names):
 
 @pytest.mark.multiprocess
 def test_a_case_moves_the_floor_and_ends_with_the_same_bits(ranks):
-    found, _ = ranks.run(reshard.WORLD, run_cases, names=["pp2_to_tp2"])
+    found, _ = ranks.run(2, run_cases, names=["pp2_to_tp2"])
     case = found["pp2_to_tp2"]
     assert case["direct"]["received_bytes"] == case["floor_bytes"]
     assert all(case[way]["bit_equal"] for way in ("direct", "gather", "per_tensor"))
@@ -21,8 +21,8 @@ def test_a_case_moves_the_floor_and_ends_with_the_same_bits(ranks):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_case_moves_the_floor_and_ends_with_the_same_bits(ranks):
-    found, _ = ranks.run(reshard.WORLD, run_cases, names=list(reshard.CASES))
-    assert set(found) == set(reshard.CASES)
+    found, _ = ranks.run(2, run_cases, names=list(reshard.TWO))
+    assert set(found) == set(reshard.TWO)
     for case in found.values():
         assert case["direct"]["received_bytes"] == case["floor_bytes"]
         for way in ("direct", "gather", "per_tensor"):
@@ -35,7 +35,7 @@ def test_every_case_moves_the_floor_and_ends_with_the_same_bits(ranks):
 
 
 def test_live_engines_are_shared_by_cases_of_one_layout():
-    assert reshard._sections(["vllm"], list(reshard.CASES)) == [
+    assert reshard._sections(["vllm"], list(reshard.TWO)) == [
         ("vllm", ["tp2_to_tp2", "pp2_to_tp2", "dp2_to_tp2"]),
         ("vllm", ["tp2_to_2xtp1", "pp2_to_2xtp1"]),
     ]

@@ -13,7 +13,7 @@ from mrl import cli
 
 SUITE = {
     "train_step", "logprob", "decode", "reshard", "rl_step", "long_context", "controller",
-    "startup", "peers",
+    "startup", "peers", "eight_gpus",
 }  # fmt: skip
 
 
