@@ -193,7 +193,11 @@ class RankServer:
     def close(self) -> int:
         """Leave the last job; gives the bytes that it leaves on the device, as it should none."""
         if self.host is not None:
+            from megatron.core import parallel_state
+
             self.host.close()
+            # Megatron lists every group that it made, and a listed one keeps its threads
+            parallel_state._global_process_group_list = None
         self.host = self.probe = None
         gc.collect()
         if not torch.cuda.is_available():
