@@ -115,13 +115,11 @@ def _merge(first: _Partition, second: _Partition, parts: int) -> _Partition:
         insort(first, second[0])
         return first
     alone = min(len(first), parts - len(second))
-    merged = first[:alone]
-    for index in range(alone, len(first)):
-        cost, items = first[index]
-        other, others = second[parts - 1 - index]
-        merged.append((cost + other, items + others))
-    merged += second[: parts - len(first)]
-    merged.sort()  # of two sorted runs: linear
+    lightest = second[parts - len(first) : parts - alone][::-1]
+    met = zip(first[alone:], lightest, strict=True)
+    merged = [(cost + other, items + others) for (cost, items), (other, others) in met]
+    merged += first[:alone] + second[: parts - len(first)]
+    merged.sort()  # of sorted runs: nearly linear
     return merged
 
 

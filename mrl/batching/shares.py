@@ -46,8 +46,10 @@ def shares(
         edges = [part * len(lengths) // parts for part in range(parts + 1)]
         rows = [list(range(*edges[part : part + 2])) for part in range(parts)]
     sizes = [[lengths[i] for i in own] for own in rows]
-    first = [cut(own, batching) for own in sizes]
-    most = max(map(len, first))
+    first, most = [], 1
+    for own in sizes:  # the heaviest first: what they need, the others mostly get at once
+        first.append(cut(own, batching, most))
+        most = len(first[-1])
     most += -most % multiple_of
     return [
         Share(
