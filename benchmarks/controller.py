@@ -4,7 +4,8 @@ The trainer's own step runs with its own groups, batching, metrics and transport
 of the sockets are missing: ranks answer from this process what ranks would. Their time and that of
 the reward function are left out, as is the network, for which the bytes are given. Seconds are CPU
 time of the controller's thread, so that other work on the machine does not count. What it does
-beside, while ranks work (`beside_step_s`: the samples' file and the metrics), delays no step.
+while all ranks have work delays no step: the next mini-batch (`beside_ranks`, taken off the total),
+and in another thread the samples' file and the metrics (`beside_step_s`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ PHASES: tuple[tuple[Any, str, str], ...] = (
     (TrainGroup, "_costs", "split"),
     (mrl.workers.group, "imbalance", "split"),
     (mrl.workers.group, "_dealt", "scatter"),
-    (TrainGroup, "_scatter", "scatter"),
+    (TrainGroup, "_send", "scatter"),
     (mrl.workers.group, "_in_order", "reorder"),
     (mrl.credit.Credit, "__call__", "advantages"),
     (mrl.credit, "loss_mask", "weights"),
@@ -182,25 +183,39 @@ class SleepingPool(SpmdPool):
         slots = (spec.rollout.slots if spec.rollout else None) or range(self.world_size)
         self._engines = {rank for rank, slot in enumerate(slots) if slot % plan.rollout_tp == 0}
         self._responses = _responses(batch)
-        self._queue: list[int] = []  # ranks with a call
-        self._packed: list[Packed] = [pack(None)] * self.world_size  # a rank's last call
+        self._queue: list[tuple[int, Packed]] = []  # calls that ranks have not answered
+        self._busy_since: float | None = None  # when all ranks had one
+        self.beside_ranks = 0.0  # seconds since then, until one was waited for
         self._known: tuple[Packed, Call] | None = None  # what ranks without an answer read once
         self._sent = [0] * self.world_size  # bytes
-        self._counted = (self._packed[0], 0)  # the last call and its bytes
+        self._counted = (pack(None), 0)  # the last call and its bytes
 
     def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
         """Receive what the ranks answer."""
+        if self._busy_since is not None:
+            self.beside_ranks += time.thread_time() - self._busy_since
         with self.timers("gather"):
             with self.timers(_ELSEWHERE):
                 self.idle()
-                replies = [(rank, self._reply(rank)) for rank in self._queue]
-            self._queue.clear()
+                replies = [(rank, self._reply(rank, call)) for rank, call in self._taken(calls)]
             for rank, packed in replies:
                 reply = Reply._make(packed.unpack())
                 self._clocks.answered(rank)
                 if self._pending[reply.number][1].take(rank, reply.value):
                     del self._pending[reply.number]
+        self._busy_since = time.thread_time() if self._all_are_busy() else None
         return [call.result() for call in calls]
+
+    def _taken(self, calls: Sequence[Answers]) -> list[tuple[int, Packed]]:
+        """Take from the queue what is waited for."""
+        due = [any(self._pending[self._call(c).number][1] is a for a in calls)
+               for _, c in self._queue]  # fmt: skip
+        taken = [one for one, is_due in zip(self._queue, due, strict=True) if is_due]
+        self._queue = [one for one, is_due in zip(self._queue, due, strict=True) if not is_due]
+        return taken
+
+    def _all_are_busy(self) -> bool:
+        return len(self._queue) >= self.world_size == len({rank for rank, _ in self._queue})
 
     def sent_bytes(self) -> list[int]:
         """Give what was sent to each rank since the last time."""
@@ -208,14 +223,15 @@ class SleepingPool(SpmdPool):
         return sent
 
     def _deliver(self, rank: int, call: Packed) -> None:
-        self._queue.append(rank)
-        self._packed[rank] = call
+        self._queue.append((rank, call))
+        if len(self._queue) >= self.world_size and self._busy_since is None:
+            self._busy_since = time.thread_time() if self._all_are_busy() else None
         if call is not self._counted[0]:  # a socket would not ask each time
             self._counted = (call, call.num_bytes)
         self._sent[rank] += self._counted[1]
 
-    def _reply(self, rank: int) -> Packed:
-        call = self._call(rank)
+    def _reply(self, rank: int, packed: Packed) -> Packed:
+        call = self._call(packed)
         value: Any = None
         if call.method == "describe":
             value = RankInfo(rank, f"node{rank // 8}", rank, "cpu", "H100")
@@ -224,12 +240,11 @@ class SleepingPool(SpmdPool):
         elif call.method == "sleep":
             value = 0
         elif rank in (self._engines if call.method == "generate" else self._outputs):
-            call = _arrived(self._packed[rank]).unpack()  # in memory of its own
+            call = _arrived(packed).unpack()  # in memory of its own
             value = getattr(self, f"_{call.method}")(call.role, *call.args)
         return _arrived(pack(tuple(Reply(call.number, value, None))))
 
-    def _call(self, rank: int) -> Call:
-        packed = self._packed[rank]
+    def _call(self, packed: Packed) -> Call:
         if self._known is None or self._known[0] is not packed:
             self._known = (packed, packed.unpack())
         return self._known[1]
@@ -323,9 +338,10 @@ def measure(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
         for step in range(1, steps + 1):
             pool.sent_bytes()
             pool.timers, start = Timers(clock=time.thread_time), time.perf_counter()
+            pool.beside_ranks = 0.0
             used = time.process_time() - time.thread_time()
             run.step(step)
-            found.append(_seconds(pool.timers))
+            found.append(_seconds(pool.timers, pool.beside_ranks))
             walls.append(time.perf_counter() - start)
             beside.append(time.process_time() - time.thread_time() - used)
         best = min(found, key=lambda seconds: seconds["total"])
@@ -348,11 +364,12 @@ def measure(ranks: int, batch: Batch, steps: int) -> dict[str, Any]:
         }
 
 
-def _seconds(timers: Timers) -> dict[str, float]:
-    """Give the controller's phases, most first, and their total."""
+def _seconds(timers: Timers, beside_ranks: float) -> dict[str, float]:
+    """Give what delays the step: the controller's phases, most first, but what is done beside."""
     named = {k.removeprefix("timing_s/"): v for k, v in timers.metrics().items()}
-    total = named.pop("step") - named.pop(_ELSEWHERE)
-    return {"total": total, **dict(sorted(named.items(), key=lambda item: -item[1]))}
+    total = named.pop("step") - named.pop(_ELSEWHERE) - beside_ranks
+    phases = dict(sorted(named.items(), key=lambda item: -item[1]))
+    return {"total": total, **phases, "beside_ranks": -beside_ranks}
 
 
 def _peak_gb() -> float:
@@ -389,7 +406,7 @@ def _grow(
         "ranks": {str(ranks): entry for ranks, entry in found.items()},
         "growth": {
             "ranks": max(found) / min(found),
-            "step": {phase: many[phase] / few[phase] for phase in few},
+            "step": {phase: many[phase] / few[phase] for phase in few if few[phase]},
         },
     }
 

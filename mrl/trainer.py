@@ -332,7 +332,7 @@ class _Run:
             batch, splits, live, actor.loss_agg_mode, old_log_probs, advantages,
             ref_log_probs if actor.use_kl_loss else None, self.plan.loss_scale_factors["actor"],
         )  # fmt: skip
-        updates = [self.roles.actor.update(part) for part in batches]
+        updates = self.roles.actor.updates(batches)
         return _over_updates("actor", updates, splits.count(len(batch.samples)))
 
     def _update_critic(
@@ -346,7 +346,7 @@ class _Run:
             batch, splits, live, self.config.critic.loss_agg_mode, values, returns,
             self.plan.loss_scale_factors["critic"],
         )  # fmt: skip
-        updates = [critic.update(part) for part in batches]
+        updates = critic.updates(batches)
         return _over_updates("critic", updates, splits.count(len(batch.samples)))
 
     def _splits(self, role: str, epochs: int, shuffle: bool, step: int) -> Splits:

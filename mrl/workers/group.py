@@ -7,7 +7,7 @@ trainer never asks what kind of pool it talks to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -169,14 +169,29 @@ class TrainGroup:
         self, batch: PolicyBatch | ValueBatch, method: str = "update"
     ) -> Mapping[str, Metric]:
         """Take one optimizer step on a mini-batch; its metrics are reduced over the ranks."""
+        return self.updates([batch], method)[0]
+
+    def updates(
+        self, batches: Iterable[PolicyBatch | ValueBatch], method: str = "update"
+    ) -> list[Mapping[str, Metric]]:
+        """Take an optimizer step on each mini-batch, as `update` does.
+
+        The next one is made and sent while the ranks work on the one before.
+        """
         _dealt_alike.cache_clear()
-        parts = self._split(batch.sequences, self.batching)
-        answers = self._scatter(
-            method,
-            [(rows, part.cuts) for rows, part in zip(_dealt(batch, parts), parts, strict=True)],
-        )
-        balance = Max(imbalance(self._costs(batch.sequences), parts))
-        return {**merge(answers), f"perf/imbalance/{self.role}": balance}
+        found: list[Mapping[str, Metric]] = []
+        under_way: list[tuple[list[Answers], Max]] = []
+        for batch in batches:
+            parts = self._split(batch.sequences, self.batching)
+            rows = zip(_dealt(batch, parts), parts, strict=True)
+            asked = self._send(method, [(own, part.cuts) for own, part in rows])
+            under_way.append((asked, Max(imbalance(self._costs(batch.sequences), parts))))
+            if len(under_way) > 1:
+                found.append(self._updated(*under_way.pop(0)))
+        return found + [self._updated(*one) for one in under_way]
+
+    def _updated(self, asked: Sequence[Answers], balance: Max) -> Mapping[str, Metric]:
+        return {**merge(self._answers(asked)), f"perf/imbalance/{self.role}": balance}
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state below `folder`.
@@ -214,7 +229,8 @@ class TrainGroup:
         parts = self._split(sequences, self.log_prob_batching)
         rows, cuts = _dealt_alike(sequences, tuple(parts)), [part.cuts for part in parts]
         more = [_dealt(column, parts) for column in columns]
-        return _in_order(self._scatter(method, [*zip(rows, cuts, *more, strict=True)]), parts)
+        asked = self._send(method, [*zip(rows, cuts, *more, strict=True)])
+        return _in_order(self._answers(asked), parts)
 
     def _costs(self, sequences: Sequences) -> list[float]:
         return sequence_costs(sequences.tokens.lengths, self.hidden_size)
@@ -230,12 +246,15 @@ class TrainGroup:
             self.balanced,
         )
 
-    def _scatter(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send each data-parallel part its call; give one answer a part, in part order."""
-        asked = [
+    def _send(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Answers]:
+        """Send each data-parallel part its call."""
+        return [
             self.pool.submit(self.ranks.part(part), self.role, method, args)
             for part, args in enumerate(calls)
         ]
+
+    def _answers(self, asked: Sequence[Answers]) -> list[Any]:
+        """Wait for what was sent; give one answer a part, in part order."""
         given = self.pool.wait(asked)
         self.busy.add(answers.seconds for answers in asked)
         return [

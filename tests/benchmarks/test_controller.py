@@ -25,11 +25,12 @@ def test_every_phase_of_the_controller_is_timed_at_each_number_of_ranks(found):
     }
     wanted = {"total", "rest", "gather"} | {phase for _, _, phase in controller.PHASES}
     for entry in result["ranks"].values():
-        assert set(entry["step_s"]) == wanted
+        assert set(entry["step_s"]) == wanted | {"beside_ranks"}
+        assert entry["step_s"]["beside_ranks"] < 0  # two mini-batches: the second is made beside
         phases = dict(entry["step_s"])
         assert phases.pop("total") == pytest.approx(sum(phases.values()))
         assert entry["peak_memory_gb"]["in_steps"] >= entry["peak_memory_gb"]["before_steps"] > 0
-    assert set(result["growth"]["step"]) == wanted
+    assert wanted <= set(result["growth"]["step"])
     assert found["environment"]["cpu"]["cores"] > 0
 
 

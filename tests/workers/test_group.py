@@ -160,6 +160,31 @@ def test_metrics_count_every_part_once() -> None:
         assert 1 <= found["perf/imbalance/actor"] < 1.5
 
 
+def test_the_next_mini_batch_is_sent_before_the_last_is_answered() -> None:
+    rows = rows_of(8, 0)
+    column = Ragged(torch.ones(int(rows.response_lengths.sum())), rows.response_lengths)
+    batch = PolicyBatch(rows, column, column, column, None)
+    group, _, pool = train_group(1, 1, 2, Batching(micro_batch_size=2))
+    told: list[str] = []
+
+    class Telling(LocalPool):
+        def submit(self, *call: Any) -> Answers:
+            told.append("sent")
+            return pool.submit(*call)
+
+        def wait(self, calls: Sequence[Answers]) -> list[list[Any]]:
+            told.append("awaited")
+            return pool.wait(calls)
+
+    group.pool = Telling(2, lambda rank, method, args: None)
+    parts = [batch.select(range(start, start + 2)) for start in range(0, 8, 2)]
+    found = [reduced(metrics)["loss"] for metrics in group.updates(parts)]
+    assert found == [float(part.weights.total) for part in parts]
+    both = ["sent", "sent"]  # the two parts
+    assert told == [*both, *both, "awaited", *both, "awaited", *both, "awaited", "awaited"]
+    assert group.updates([]) == []
+
+
 def test_checkpoints_are_asked_of_every_rank() -> None:
     pool = LocalPool(4, lambda rank, method, args: ())
     ranks = MegatronRanks(2, 1, 2, 1)
