@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ByFields:
@@ -12,8 +12,8 @@ class ByFields:
     """
 
     __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]]  # all fields, those of a base class too
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give the type and the fields, in order."""
-        names: tuple[str, ...] = type(self).__slots__
-        return type(self), tuple([getattr(self, name) for name in names])
+        return type(self), tuple([getattr(self, name) for name in self.__match_args__])

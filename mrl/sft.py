@@ -102,9 +102,9 @@ class SFTTrainer:
             profiles, timer = Profiles(self.config, pool), Timers(ranks=roles.busy)
             for step in range(first + 1, self.total_steps + 1):
                 timer = timer.next()
-                profiles.begin(step, timer)
                 with timer("save_checkpoint"):
                     saver.settle()  # now that the rows of all its steps are written
+                profiles.begin(step, timer)
                 batch = supervised_batch([self.dataset.example(i) for i in self._rows(step)])
                 with timer("update_actor"):
                     metrics = reduced(actor.update(batch, "supervise"))

@@ -248,9 +248,9 @@ class _Run:
         """Take one step: the whole of it, in order."""
         timer, roles = self.timer.next(), self.roles
         self.timer = timer
-        self.profiles.begin(step, timer)
         with timer("save_checkpoint"):
             self.saver.settle()  # now that the rows of all its steps are written
+        self.profiles.begin(step, timer)
         drawn = self.generator(step, timer)
         batch, scores = drawn.batch, drawn.scores
         rows = rollout_rows(step, drawn.prompts, batch.samples, scores)

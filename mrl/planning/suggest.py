@@ -18,12 +18,6 @@ _BUDGETS = (16, 4, 2, 1)  # times the longest sequence
 _SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)
 _MOST_PP = 16
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
-_CUT = {
-    "placement.mode",
-    *(f"actor.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
-    "actor.megatron.virtual_pipeline_model_parallel_size",
-    "actor.megatron.context_parallel_size",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def suggest(job: Job, count: int = 5) -> tuple[Suggestion, ...]:
     best.sort(key=lambda found: found.time.total)
     unlike: dict[str, Suggestion] = {}
     for one in best:
-        unlike.setdefault(str([value for key, value in one.change.items() if key in _CUT]), one)
+        unlike.setdefault(str([one.change[key] for key in cuts[0]]), one)
     return tuple(unlike.values())[:count]
 
 
