@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import kills
+from benchmarks.faults import kills, rewards
 from tests.faults.jobs import (
     PLANTER,
     STRIKE_LIMIT_S,
@@ -41,11 +41,9 @@ ENDLESS = (
 # the job of tests/faults/jobs.py, which has fewer parts
 MATRIX = (
     Fault("kill", "rollout", 1, 2),
-    Fault("raise", "reward", 0, 3),
     Fault("stop", "update", 0, 3),
     Fault("raise", "save", 1, 4),
     Fault("hang", "validation", 1, 5),
-    Fault("kill", "reward", 0, 6),
     Fault("oom", "log_prob", 0, 6),
     Fault("term", "reshard", 1, 7),
     Fault("kill", "idle", 0, 8),
@@ -192,6 +190,21 @@ def test_any_fault_in_any_phase_ends_a_try_in_time_and_the_next_goes_on(
         assert whole.wait(STRIKE_LIMIT_S) == 0
     assert [ending for ending in endings if not ending.as_wanted] == []
     assert steps_of(job.run) == steps_of(tmp_path / "whole" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_scoring_process_that_fails_costs_a_sample_and_the_job_goes_on(
+    policy: Path, tmp_path: Path
+) -> None:
+    """Benchmarks/faults.py plants all kinds; which step they meet is not to be chosen."""
+    config = write_inputs(tmp_path, policy)
+    with start("spawned", config, tmp_path / "whole" / "run", 12) as whole:
+        assert whole.wait(STRIKE_LIMIT_S) == 0
+    result = rewards("spawned", ["kill", "raise"], config, tmp_path)
+    assert (result["problem"], result["left_at_the_end"]) == ("", [])
+    assert (result["ended_as_wanted"], result["unscored"]) == (2, 2)
+    assert result["steps"]["found"] == 12
 
 
 @pytest.mark.slow
