@@ -50,7 +50,9 @@ class Numbers(Sequence[Any]):
         return iter(self.array.tolist())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | Numbers) and tuple(self) == tuple(other)
+        if not isinstance(other, tuple | Numbers):
+            return NotImplemented
+        return tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))

@@ -39,6 +39,7 @@ from mrl.resharding.vllm import (
 from mrl.types import Sample, SamplingParams
 from mrl.workers.rollout import Request
 from mrl.workers.rollout_routing import RoutingReader
+from mrl.workers.rollout_scheduler import WholeResponses
 from mrl.workers.specs import RolloutSpec
 
 _GIB = 1024**3
@@ -86,11 +87,14 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # temperature applied, as the trainer does
                 disable_log_stats=True,
                 enable_return_routed_experts=spec.returns_routing,
+                # vLLM's own tells token by token where their experts are
+                scheduler_cls=None if spec.returns_routing else WholeResponses,
                 **_adapter_settings(spec),
             )
         torch.set_num_threads(threads)
         self.tokenizer = self.llm.get_tokenizer()
         self.model = self.llm.apply_model(lambda model: model)[0]
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._lora = spec.lora
         self._routing = RoutingReader(self.model) if spec.returns_routing else None
         self._addresses = addresses(self.model)
@@ -119,6 +123,7 @@ class VLLMEngine:
         adapter = _ADAPTER if self._lora is not None else None
         outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         answers = _answers(requests, outputs, sampling.n)
+        log_probs = [self._log_probs(o, answer) for o in outputs for answer in o.outputs]
         texts = [answer.text for answer in answers]
         if not sampling.stop:
             ids = [list(answer.token_ids) for answer in answers]
@@ -129,7 +134,7 @@ class VLLMEngine:
                 uid,
                 prompt,
                 tuple(answer.token_ids),
-                tuple(answer.logprobs.logprobs),
+                own_log_probs,
                 text,
                 str(answer.finish_reason),
                 policy_version,
@@ -137,10 +142,24 @@ class VLLMEngine:
                 if self._routing is not None
                 else None,
             )
-            for (uid, prompt), answer, text in zip(owners, answers, texts, strict=True)
+            for (uid, prompt), answer, text, own_log_probs in zip(
+                owners, answers, texts, log_probs, strict=True
+            )
         ]
         n = sampling.n
         return [tuple(samples[i : i + n]) for i in range(0, len(samples), n)]
+
+    def _log_probs(
+        self, output: vllm.RequestOutput, answer: vllm.outputs.CompletionOutput
+    ) -> Sequence[float]:
+        """Give the log-probs of an answer's tokens."""
+        if isinstance(self._scheduler, WholeResponses):
+            # as vLLM calls the requests that it makes of one for several answers
+            name = f"{answer.index}_{output.request_id}" if len(output.outputs) > 1 else None
+            found = self._scheduler.log_probs.pop(name or output.request_id, None)
+            if found is not None:
+                return found
+        return answer.logprobs.logprobs
 
     def params(self) -> Mapping[str, Tensor]:
         """Give the live parameters, without those of adapters."""

@@ -269,7 +269,7 @@ def stale_prefix(folder: Path) -> None:
     layout = engine.layout(shape.tensors("float32"), 0)
     values = load_file(folder / "model.safetensors")
     write(engine, values, layout)
-    greedy = vllm.SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+    greedy = vllm.SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
 
     def first_log_prob() -> tuple[float, int]:
         output = engine.llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0]

@@ -6,7 +6,6 @@ T tokens of a row, t = T / cp of a rank, N sequences, M predicted tokens of a ro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -49,27 +48,24 @@ class RowCut:
         """Give what each sequence's tokens divide by."""
         return 2 * self.cp if self.zigzag and self.cp > 1 else 1
 
-    def padded(self, length: int) -> int:
-        """Give the tokens that a sequence takes in a row."""
+    def padded[Length: (int, Tensor)](self, length: Length) -> Length:
+        """Give the tokens that a sequence takes in a row, or each of some sequences."""
         return length + -length % self.sequence_multiple
 
     def row_length(self, sequences: Sequences) -> int:
         """Give the tokens of the row of a micro-batch; one of no sequences is padding alone."""
-        total = sum(self.padded(length) for length in sequences.tokens.lengths.tolist())
+        total = int(self.padded(sequences.tokens.lengths).sum())
         return max(total + -total % self.row_multiple, self.row_multiple)
 
-    def part(self, lengths: Sequence[int]) -> Tensor:
-        """List the row positions [t] of this rank, for sequences of these padded lengths."""
+    def part(self, lengths: Tensor) -> Tensor:
+        """List the row positions [t] of this rank, for sequences of these padded lengths [N]."""
         if self.sequence_multiple == 1:
-            part = sum(lengths) // self.cp
+            part = int(lengths.sum()) // self.cp
             return torch.arange(self.cp_rank * part, (self.cp_rank + 1) * part)
-        starts, chunks = 0, []
-        for length in lengths:
-            size = length // self.sequence_multiple
-            for chunk in (self.cp_rank, self.sequence_multiple - 1 - self.cp_rank):
-                chunks.append(torch.arange(size) + starts + chunk * size)
-            starts += length
-        return torch.cat(chunks)
+        sizes = lengths // self.sequence_multiple
+        chunks = torch.tensor([self.cp_rank, self.sequence_multiple - 1 - self.cp_rank])
+        starts = _starts(lengths)[:, None] + sizes[:, None] * chunks
+        return _ranges(starts.reshape(-1), sizes.repeat_interleave(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +111,26 @@ def pack(
     Padding behind a sequence is never seen by it; the rest of the row is filled with sequences of
     padding, which predict nothing.
     """
-    own = [row.shape[0] for row in sequences.tokens.rows()]
-    lengths = [cut.padded(size) for size in own]
+    own = sequences.tokens.lengths
+    padded = cut.padded(own)
     total = cut.row_length(sequences) if length is None else length
-    fill = total - sum(lengths)
+    fill = total - int(padded.sum())
     size = _PAD_LENGTH + -_PAD_LENGTH % cut.sequence_multiple
-    lengths += [size] * (fill // size) + ([fill % size] if fill % size else [])
-    starts = [0]
-    for count in lengths:
-        starts.append(starts[-1] + count)
+    rest = [size] * (fill // size) + ([fill % size] if fill % size else [])
+    lengths = torch.cat((padded, torch.tensor(rest, dtype=torch.int64)))
+    starts = _starts(lengths)
+    cells = _ranges(starts[: len(own)], own)
     tokens = torch.full((total,), _PAD_TOKEN)
+    tokens[cells] = sequences.tokens.values.long()
     padding = torch.ones(total, dtype=torch.bool)
-    for start, row in zip(starts, sequences.tokens.rows(), strict=False):
-        tokens[start : start + row.shape[0]] = row
-        padding[start : start + row.shape[0]] = False
-    positions = torch.cat([torch.arange(count) for count in lengths])
+    padding[cells] = False
+    positions = torch.arange(total) - starts.repeat_interleave(lengths)
     part = cut.part(lengths)
-    answers, predictors = _predictors(part, total, starts, own, sequences.response_lengths)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    counts = sequences.response_lengths
+    answers, predictors = _predictors(part, total, starts[: len(own)] + own - counts - 1, counts)
+    ends = torch.cat((starts, torch.tensor([total])))
+    cu_seqlens = ends.to(device, torch.int32)
+    longest = int(lengths.max())
     return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -140,8 +138,8 @@ def pack(
         # Transformer Engine's all-to-all wants them; padding behind a sequence is part of it
         cu_seqlens_q_padded=cu_seqlens if cut.sequence_multiple > 1 else None,
         cu_seqlens_kv_padded=cu_seqlens if cut.sequence_multiple > 1 else None,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         tokens=tokens[part][None].to(device),
         positions=positions[part][None].to(device),
         padding=padding[part][None].to(device),
@@ -155,15 +153,21 @@ def pack(
     )
 
 
+def _starts(lengths: Tensor) -> Tensor:
+    """Give where each of some parts begins that lie end to end."""
+    return lengths.cumsum(0) - lengths
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """List counts[i] numbers up from starts[i], one range behind the other."""
+    return (starts - _starts(counts)).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+
+
 def _predictors(
-    part: Tensor, total: int, starts: Sequence[int], own: Sequence[int], responses: Tensor
+    part: Tensor, total: int, starts: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Find this rank's predictors: which of the M they are, and their positions in its part."""
-    rows = [
-        torch.arange(start + size - count - 1, start + size - 1)
-        for start, size, count in zip(starts, own, responses.tolist(), strict=False)
-    ]
-    predictors = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    predictors = _ranges(starts, responses)
     here = torch.full((total,), -1)
     here[part] = torch.arange(len(part))
     local = here[predictors]
