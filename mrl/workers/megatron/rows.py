@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -124,7 +125,7 @@ def pack(
     tokens[cells] = sequences.tokens.values.long()
     padding = torch.ones(total, dtype=torch.bool)
     padding[cells] = False
-    positions = torch.arange(total) - starts.repeat_interleave(lengths)
+    positions = torch.arange(total) - _repeat(starts, lengths)
     part = cut.part(lengths)
     counts = sequences.response_lengths
     answers, predictors = _predictors(part, total, starts[: len(own)] + own - counts - 1, counts)
@@ -158,9 +159,18 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
+def _repeat(values: Tensor, counts: Tensor) -> Tensor:
+    """Repeat each value so many times.
+
+    By numpy: torch's own wakes all threads, and on a node of many cores may wait for the last of
+    them for longer than a micro-batch takes.
+    """
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+
+
 def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """List counts[i] numbers up from starts[i], one range behind the other."""
-    return (starts - _starts(counts)).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    return _repeat(starts - _starts(counts), counts) + torch.arange(int(counts.sum()))
 
 
 def _predictors(
