@@ -22,6 +22,7 @@ from mrl.config import Config, load_config
 LAWS = ("uniform", "skewed")
 _ENDS = 4.0  # expected ends within the longest response, of the skewed law
 _END = "<eos>"
+_CHATML = ("Ċ", "<|im_end|>")  # a newline and the end of a turn: verl wants them of a Qwen2
 _CHARACTERS = string.ascii_lowercase + string.digits  # that prompts are made of
 _CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _REWARD = """
@@ -108,8 +109,8 @@ def _write_model(case: Case, folder: Path) -> None:
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     # Qwen2's own class, which a Qwen2 folder is loaded with: without merges a character is a token.
-    others = [f"t{i:06}" for i in range(1 + len(_CHARACTERS), config.vocab_size)]
-    tokens = [_END, *_CHARACTERS, *others]
+    known = [_END, *_CHARACTERS, *_CHATML]
+    tokens = known + [f"t{i:06}" for i in range(len(known), config.vocab_size)]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=[],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from mrl.tracking.jsonl import read_metrics
 
 _LIMIT_S = 3600.0
 _TRL_SCRIPT = Path(__file__).with_name("trl_grpo.py")
+_VERL_COMPAT = Path(__file__).with_name("verl_compat.py")
 _TRL_MICRO = 8  # samples of a forward pass on a GPU: it holds whole logits
 
 
@@ -116,11 +118,12 @@ class Verl:
         folder.mkdir(parents=True, exist_ok=True)
         data, log = folder / "train.parquet", folder / "metrics.jsonl"
         pq.write_table(pa.Table.from_pylist(work.rows()), data)
+        shutil.copy(_VERL_COMPAT, folder)
         command = [str(self.python), "-m", "verl.trainer.main_ppo", f"model_engine={self.engine}"]
         call(
             [*command, *verl_overrides(work, data, self.engine)],
             folder,
-            {"VERL_FILE_LOGGER_PATH": str(log), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            verl_environment(folder, log, self.engine),
         )
         rows = [line["data"] for line in read_json_lines(log)]
         rows = [row for row in rows if "timing_s/step" in row]
@@ -128,10 +131,30 @@ class Verl:
         return Measured.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
 
 
+def verl_environment(folder: Path, log: Path, engine: str) -> dict[str, str]:
+    """Say what verl's processes inherit, Ray's workers and vLLM's included."""
+    kept = {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in mrl: it would be compiled for two minutes
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # NVLink multicast, which not all hosts allow
+        "VLLM_DISABLE_COMPILE_CACHE": "0",  # verl would compile anew at every start
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # a machine's memory may grow with its use
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in kept.items()} | {
+        "PYTHONPATH": str(folder),  # its own packages first: the base's are below them
+        "VERL_FILE_LOGGER_PATH": str(log),
+        # verl: 1 for Megatron alone. 8 is CUDA's own.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if engine == "megatron" else "8",
+    }
+
+
 def verl_overrides(work: Work, data: Path, engine: str) -> list[str]:
-    """Say the work in verl's keys; its recommended dynamic batches, offload as in the recipe."""
+    """Say the work in verl's keys, with its docs' advice for speed; offload as in the recipe."""
     config = work.config
     actor, rollout, optim = config.actor, config.rollout, config.actor.optim
+    data_config = config.data
     role = "actor_rollout_ref"
     megatron = actor.megatron
     keys: dict[str, Any] = {
@@ -140,7 +163,10 @@ def verl_overrides(work: Work, data: Path, engine: str) -> list[str]:
         "data.train_batch_size": config.data.train_batch_size,
         "data.max_prompt_length": config.data.max_prompt_length,
         "data.max_response_length": config.data.max_response_length,
+        "data.filter_overlong_prompts": False,
         f"{role}.model.path": work.model,
+        f"{role}.model.external_lib": _VERL_COMPAT.stem,
+        f"{role}.model.use_remove_padding": True,
         f"{role}.actor.optim.lr": optim.lr,
         f"{role}.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
         f"{role}.actor.use_dynamic_bsz": True,
@@ -149,6 +175,16 @@ def verl_overrides(work: Work, data: Path, engine: str) -> list[str]:
         f"{role}.rollout.name": "vllm",
         f"{role}.rollout.n": rollout.n,
         f"{role}.rollout.temperature": rollout.temperature,
+        f"{role}.rollout.top_p": rollout.top_p,
+        f"{role}.rollout.top_k": rollout.top_k,
+        f"{role}.rollout.log_prob_use_dynamic_bsz": True,
+        f"{role}.rollout.log_prob_max_token_len_per_gpu": (
+            rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        ),
+        f"{role}.rollout.max_model_len": (
+            rollout.max_model_len or data_config.max_prompt_length + data_config.max_response_length
+        ),
+        f"{role}.rollout.free_cache_engine": rollout.free_cache_engine,
         f"{role}.rollout.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
         f"{role}.rollout.gpu_memory_utilization": rollout.gpu_memory_utilization,
         f"{role}.rollout.max_num_seqs": rollout.max_num_seqs,
@@ -161,24 +197,39 @@ def verl_overrides(work: Work, data: Path, engine: str) -> list[str]:
         "trainer.n_gpus_per_node": work.devices,
         "trainer.nnodes": 1,
         "trainer.val_before_train": False,
+        "trainer.resume_mode": "disable",
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
         "trainer.total_training_steps": work.steps,
+        "+ray_kwargs.ray_init.include_dashboard": False,
     }
     if engine == "megatron":
         section = f"{role}.actor.megatron"
         keys |= {
             f"{section}.tensor_model_parallel_size": megatron.tensor_model_parallel_size,
             f"{section}.vanilla_mbridge": True,  # mbridge: Megatron-Bridge is not in its list
-            f"{section}.param_offload": megatron.param_offload,
-            f"{section}.grad_offload": megatron.grad_offload,
+            f"{section}.param_offload": megatron.param_offload,  # gradients with them
             f"{section}.optimizer_offload": megatron.optimizer_offload,
+            # What mrl has too. verl's own backend is flash, of a package that is missing here.
+            f"{section}.override_transformer_config.attention_backend": "auto",
+            f"+{section}.override_transformer_config.apply_rope_fusion": True,
+            f"+{section}.override_transformer_config.bias_activation_fusion": True,
+            f"{role}.actor.optim.use_precision_aware_optimizer": (
+                optim.use_precision_aware_optimizer
+            ),
+            f"{role}.actor.optim.exp_avg_dtype": optim.exp_avg_dtype,
+            f"{role}.actor.optim.exp_avg_sq_dtype": optim.exp_avg_sq_dtype,
         }
     else:
         section = f"{role}.actor.fsdp_config"
         keys |= {
             f"{section}.param_offload": megatron.param_offload,
             f"{section}.optimizer_offload": megatron.optimizer_offload,
+            f"{section}.forward_prefetch": True,
+            # Without flash-attn: its kernels in torch, and log-probs that never hold all logits
+            # (verl's other way loops over tokens then).
+            f"+{role}.model.override_config.attn_implementation": "torch_varlen",
+            f"{role}.model.use_fused_kernels": True,
         }
     return [f"{key}={value}" for key, value in keys.items()]
 

@@ -180,10 +180,10 @@ class WorkerHost:
 
 
 def _device(kind: str) -> torch.device:
+    """Take this rank's device, and its share of the cores, which the launcher has set."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if kind == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
-    # Ranks share the cores; a rank's share is set by the launcher.
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return torch.device("cpu")

@@ -139,7 +139,9 @@ def rank_environment(
 
     Raises ValueError where that contradicts a `deterministic` job.
     """
-    cores = len(os.sched_getaffinity(0))
+    # On a GPU the host's own work is small, and threads that wait for each other in it use up the
+    # share of a node that a container has: then the GPU waits for a tenth of a second.
+    cores = len(os.sched_getaffinity(0)) if device == "cpu" else 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share the cores by OMP_NUM_THREADS

@@ -64,8 +64,8 @@ def alone(pools: Pools, model: Path) -> Alone:
     found: list[Outcome] = []
     for layout in (REFERENCE, YARDSTICK, TESTED):
         spec = job(role(model, layout))
-        base = found[0].log_probs if found else None
-        found.append(train(pools.open(1, spec), spec, base))
+        like = found[0] if found else None
+        found.append(train(pools.open(1, spec), spec, like))
     return Alone(found[0], found[2], Errors.of(found[1], found[0]))
 
 
@@ -82,7 +82,7 @@ def test_the_parts_of_a_row_attend_as_the_whole_does(
         pytest.skip("runs through Transformer Engine")
     spec = job(role(model, layout))
     try:
-        found = train(pools.open(world, spec), spec, alone.reference.log_probs)
+        found = train(pools.open(world, spec), spec, alone.reference)
     finally:
         pools.forget()
     Errors.of(found, alone.tested).assert_within(alone.yardstick)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig, MegatronConfig, OptimConfig
-from mrl.types import Ragged
 from mrl.workers.host import WorkerHost
 from mrl.workers.specs import JobSpec
 from tests.gpu import test_weight_sync as live
@@ -95,8 +94,8 @@ def alone(pools: Pools, start: Start) -> Alone:
     found: list[Outcome] = []
     for layout in (REFERENCE, YARDSTICK):
         spec = start.job(layout)
-        base: Ragged | None = found[0].log_probs if found else None
-        found.append(train(pools.open(1, spec), spec, base))
+        like = found[0] if found else None
+        found.append(train(pools.open(1, spec), spec, like))
     return Alone(found[0], Errors.of(found[1], found[0]))
 
 
@@ -133,7 +132,7 @@ def test_adapters_train_as_in_float32_and_leave_the_base_alone(
     try:
         pool = pools.open(world, spec)
         before = pool.each(fingerprints)
-        found = train(pool, spec, alone.reference.log_probs)
+        found = train(pool, spec, alone.reference)
         actor = group(pool, spec.actor, SOME_ROWS)
         actor.save(tmp_path)
         merged = pool.each(merged_rows)

@@ -256,3 +256,12 @@ def test_the_wrong_number_of_launched_ranks_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"started 3 ranks .*asks for 2"):
         run_job(config, build_plan(config), spec, lambda pool: None)
+
+
+def test_a_rank_on_a_gpu_has_one_thread_unless_the_user_says_otherwise() -> None:
+    def threads(device: str, **given: str) -> str:
+        return rank_environment(0, 0, 1, 1, device, given)["OMP_NUM_THREADS"]
+
+    assert threads("cuda") == "1"
+    assert threads("cuda", OMP_NUM_THREADS="4") == threads("cpu", OMP_NUM_THREADS="4") == "4"
+    assert threads("cpu") == str(len(os.sched_getaffinity(0)))
