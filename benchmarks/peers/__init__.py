@@ -2,8 +2,9 @@
 
 All run in one go, in turn, each in processes and an environment of its own; the first step of each
 run is left out. Tokens are those of prompts and responses, over the wall clock of the step. On a
-CPU the work is the quickstart's (two ranks of mrl, one process of TRL, the same cores), on GPUs a
-recipe of benchmarks/recipes.py. TRL knows one token that ends a response: it takes uniform ones.
+CPU the work is the quickstart's (two data-parallel ranks of mrl, one process of TRL, the same
+cores), on GPUs a recipe of benchmarks/recipes.py. TRL knows one token that ends a response: it
+takes uniform ones.
 First: benchmarks/peers/install.sh trl (or verl; without network: --pack DIR there, --wheels here).
 mrl bench peers --name peers_cpu --peers trl                        on a quiet CPU
 mrl bench peers --name peers_h200 --peers trl verl verl_fsdp --runs 1.5b_grpo
@@ -50,6 +51,9 @@ def quickstart(folder: Path, steps: int) -> Work:
         f"data.train_files=[{folder / 'data' / 'train.parquet'}]",
         "data.val_files=[]",
         f"reward.custom_reward_function.path={reward}",
+        # the fastest layout of two cores; the recipe's own is there to show tensor parallelism
+        "actor.megatron.tensor_model_parallel_size=1",
+        "actor.ppo_micro_batch_size_per_gpu=64",
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
