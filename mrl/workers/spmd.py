@@ -139,8 +139,8 @@ def rank_environment(
 
     Raises ValueError where that contradicts a `deterministic` job.
     """
-    # On a GPU the host's own work is small, and threads that wait for each other in it use up the
-    # share of a node that a container has: then the GPU waits for a tenth of a second.
+    # On a GPU the host's own work is small. With a thread a core it waited now and then for a tenth
+    # of a second, and the GPU with it: perhaps for threads that spin until a CPU quota is used up.
     cores = len(os.sched_getaffinity(0)) if device == "cpu" else 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
