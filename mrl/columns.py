@@ -84,7 +84,7 @@ class Ragged:
 
     def row_index(self) -> Tensor:
         """Give the row of each value, [T] int64."""
-        return _repeat(torch.arange(len(self)), self.lengths)
+        return repeat(torch.arange(len(self)), self.lengths)
 
     def select(self, indices: Sequence[int]) -> Ragged:
         """Take rows by index, in that order; no value is copied."""
@@ -249,7 +249,7 @@ class Repeated(ByRow):
         return self._between(0, len(self), 0, 0)
 
     def _between(self, first: int, last: int, start: int, stop: int) -> Tensor:
-        return _repeat(self.numbers[first:last], self.lengths[first:last])
+        return repeat(self.numbers[first:last], self.lengths[first:last])
 
     def row_sums(self, dtype: torch.dtype | None = None) -> Tensor:
         """Sum each row, [N], in a dtype (None: that of the numbers)."""
@@ -285,7 +285,12 @@ def _as_numpy(values: Tensor) -> npt.NDArray[Any]:
     return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def _repeat(numbers: Tensor, counts: Tensor) -> Tensor:
+def repeat(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Repeat each number so many times, [sum of counts].
+
+    By numpy: torch's own wakes all threads, and a rank on a node of many cores waited for them now
+    and then for longer than a micro-batch takes.
+    """
     return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 

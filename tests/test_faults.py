@@ -194,14 +194,15 @@ def test_any_fault_in_any_phase_ends_a_try_in_time_and_the_next_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("launcher", ["spawned", "torchrun", "ray"])
 def test_a_scoring_process_that_fails_costs_a_sample_and_the_job_goes_on(
-    policy: Path, tmp_path: Path
+    launcher: str, policy: Path, tmp_path: Path
 ) -> None:
     """Benchmarks/faults.py plants all kinds; which step they meet is not to be chosen."""
     config = write_inputs(tmp_path, policy)
     with start("spawned", config, tmp_path / "whole" / "run", 12) as whole:
         assert whole.wait(STRIKE_LIMIT_S) == 0
-    result = rewards("spawned", ["kill", "raise"], config, tmp_path)
+    result = rewards(launcher, ["kill", "raise"], config, tmp_path)
     assert (result["problem"], result["left_at_the_end"]) == ("", [])
     assert (result["ended_as_wanted"], result["unscored"]) == (2, 2)
     assert result["steps"]["found"] == 12

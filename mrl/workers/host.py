@@ -180,8 +180,8 @@ class WorkerHost:
 
 
 def _device(kind: str) -> torch.device:
-    """Take this rank's device, and its share of the cores, which the launcher has set."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    """Take this rank's device, and its share of the cores, as the launcher has set it."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if kind == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)

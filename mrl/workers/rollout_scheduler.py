@@ -68,6 +68,8 @@ class WholeResponses(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's tokens; gives outputs of the responses that end with it."""
         found = model_runner_output.logprobs
+        # else a request's row is another: with speculative decoding, which no engine here has
+        assert found is None or found.cu_num_generated_tokens is None
         self._rows = model_runner_output.req_id_to_index
         self._column = [] if found is None else found.logprobs[:, 0].tolist()
         sampled = model_runner_output.sampled_token_ids

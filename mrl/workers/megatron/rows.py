@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mrl.columns import repeat
 from mrl.types import Sequences
 
 # A padded attention block holds sequences of at most this length ratio, so that its waste is
@@ -125,7 +125,7 @@ def pack(
     tokens[cells] = sequences.tokens.values.long()
     padding = torch.ones(total, dtype=torch.bool)
     padding[cells] = False
-    positions = torch.arange(total) - _repeat(starts, lengths)
+    positions = torch.arange(total) - repeat(starts, lengths)
     part = cut.part(lengths)
     counts = sequences.response_lengths
     answers, predictors = _predictors(part, total, starts[: len(own)] + own - counts - 1, counts)
@@ -159,18 +159,9 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _repeat(values: Tensor, counts: Tensor) -> Tensor:
-    """Repeat each value so many times.
-
-    By numpy: torch's own wakes all threads, and on a node of many cores may wait for the last of
-    them for longer than a micro-batch takes.
-    """
-    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-
-
 def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """List counts[i] numbers up from starts[i], one range behind the other."""
-    return _repeat(starts - _starts(counts), counts) + torch.arange(int(counts.sum()))
+    return repeat(starts - _starts(counts), counts) + torch.arange(int(counts.sum()))
 
 
 def _predictors(
