@@ -77,7 +77,7 @@ class VLLMEngine:
                 trust_remote_code=spec.trust_remote_code,
                 max_model_len=spec.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=_step_tokens(spec),
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if on_gpu else config.cpu_kv_cache_gib * _GIB,
                 enforce_eager=config.enforce_eager or not on_gpu,
@@ -284,6 +284,16 @@ def _answers(
             f"{', '.join(failed[:_SHOWN])}"
         )
     return [answer for output in outputs for answer in output.outputs]
+
+
+def _step_tokens(spec: RolloutSpec) -> int:
+    """Give the tokens that a step takes at most: what the longest sequences together have.
+
+    With more vLLM warms up sequences longer than its own table of their blocks, whose last row it
+    then reads beyond the end: an illegal access or none, by what lies there.
+    """
+    config = spec.config
+    return min(config.max_num_batched_tokens, config.max_num_seqs * spec.max_model_len)
 
 
 def _adapter_settings(spec: RolloutSpec) -> dict[str, Any]:
