@@ -10,7 +10,7 @@ actor and critic. Without a critic the same step is GRPO, RLOO, REINFORCE++, ReM
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from threading import Event
@@ -34,21 +34,21 @@ from mrl.config import (
     training_steps,
 )
 from mrl.config.components import reward_components, scores_any_source
-from mrl.credit import Credit
+from mrl.credit import Credit, Credited
 from mrl.data import PromptStream, RLHFDataset, StreamState
 from mrl.generation import Generator
 from mrl.interrupts import stop_requests
+from mrl.own_log_probs import OwnLogProbs, pass_before
 from mrl.report import report_finished
 from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.rewards.registry import known_sources, load_custom
 from mrl.rewards.runner import RewardRunner
-from mrl.tracking.metrics import ScoredBatch, summarise_batch
+from mrl.tracking.metrics import ScoredBatch
 from mrl.tracking.profiles import Profiles
 from mrl.tracking.rates import Rates, memory_metrics, sync_metrics
 from mrl.tracking.recorder import Recorder
 from mrl.tracking.rollouts import rollout_rows
 from mrl.tracking.timers import Timers
-from mrl.tracking.tokens import TokenColumns
 from mrl.types import Ragged
 from mrl.validation import Validator
 from mrl.workers.group import RankPool, WorkerError
@@ -255,39 +255,42 @@ class _Run:
         batch, scores = drawn.batch, drawn.scores
         rows = rollout_rows(step, drawn.prompts, batch.samples, scores)
         self.recorder.rollouts("rollouts", step, rows)
-        measured: dict[str, Future[float]] = {}
-        old_log_probs, rules = batch.rollout_log_probs, self.config.algorithm.rollout_correction
+        own, rules = None, self.config.algorithm.rollout_correction
         with timer("old_log_prob"):
             if not rules.bypass_mode:
-                old_log_probs, entropies, *recorded = roles.actor.log_probs(
-                    batch.sequences, batch.routing
-                )
-                batch = replace(batch, routing=recorded[0] if recorded else batch.routing)
-                measured["actor/entropy"] = self.recorder.beside(entropies.mean)
+                own, batch = pass_before(roles.actor, batch, self._due(step, batch))
+        old_log_probs = own.log_probs if own is not None else batch.rollout_log_probs
         with timer("ref"):
             ref_log_probs = roles.ref.log_probs(batch.sequences) if roles.ref else None
         with timer("values"):
             values = roles.critic.values(batch.sequences) if roles.critic else None
         with timer("adv"):
             found = self.credit(step, drawn, old_log_probs, ref_log_probs, values)
-        own_log_probs = None if rules.bypass_mode else old_log_probs
-        columns = TokenColumns(batch.rollout_log_probs, own_log_probs, found.advantages)
-        self.recorder.tokens(step, rows, columns, self.tokenizer.decode)
+        with timer("old_log_prob"):
+            if own is not None and own.due and not found.live.select(own.due).values.any():
+                # no update will be made of these rows
+                own = own.complete(roles.actor.log_probs(batch.sequences.select(own.due)))
         scored = ScoredBatch.of(
-            batch, self.config.data.max_prompt_length, scores, own_log_probs,
+            batch, self.config.data.max_prompt_length, scores, None,
             found.rewards, found.advantages, found.returns, values,
         )  # fmt: skip
+        described: list[Future[dict[str, float]]] = []
+
+        def describe(own: OwnLogProbs | None) -> None:
+            known = replace(scored, old_log_probs=own.log_probs) if own is not None else scored
+            described.extend(self.recorder.describe(step, rows, known, self.tokenizer.decode))
+            if own is not None:
+                described.append(self.recorder.beside(own.metrics))
+
+        if own is None or not own.due:
+            describe(own)
         updates: dict[str, float] = {}
-        summary = self.recorder.beside(summarise_batch, scored)
-        self.recorder.distributions(step, scored)
         with timer("update_critic"):
             if values is not None:
                 updates |= self._update_critic(batch, found.live, values, found.returns)
         with timer("update_actor"):
             if step > self.config.trainer.critic_warmup:
-                updates |= self._update_actor(
-                    step, batch, found.live, old_log_probs, found.weighed, ref_log_probs
-                )
+                updates |= self._update_actor(step, batch, found, own, ref_log_probs, describe)
         with timer("reshard"):
             traffic = roles.rollout.sync(step)
         self.state = replace(
@@ -299,9 +302,9 @@ class _Run:
         self.profiles.end(step, timer)
         with timer("save_checkpoint"):
             self._save(step)
+        summary = {name: value for part in described for name, value in part.result().items()}
         self.recorder.step(step, {
-            **summary.result(),
-            **{name: future.result() for name, future in measured.items()},
+            **summary,
             **drawn.metrics,
             **found.metrics,
             **updates,
@@ -315,24 +318,41 @@ class _Run:
         })  # fmt: skip
         if rules.alarm_action == "stop":
             self.saver.finish()  # what was saved stays saved
-        sound_alarm(step, summary.result(), rules)
+        sound_alarm(step, summary, rules)
+
+    def _due(self, step: int, batch: Experience) -> Sequence[int]:
+        """List the rows whose log-probs come with their update."""
+        updates = step > self.config.trainer.critic_warmup
+        if not (updates and self.plan.first_log_probs_from_update):
+            return ()
+        return next(self._actor_splits(step)(len(batch.samples)))
+
+    def _actor_splits(self, step: int) -> Splits:
+        actor = self.config.actor
+        return self._splits("actor", actor.ppo_epochs, actor.shuffle, step)
 
     def _update_actor(
         self,
         step: int,
         batch: Experience,
-        live: Ragged,
-        old_log_probs: Ragged,
-        advantages: Ragged,
+        found: Credited,
+        own: OwnLogProbs | None,
         ref_log_probs: Ragged | None,
+        describe: Callable[[OwnLogProbs], None],
     ) -> dict[str, float]:
-        actor = self.config.actor
-        splits = self._splits("actor", actor.ppo_epochs, actor.shuffle, step)
+        actor, splits = self.config.actor, self._actor_splits(step)
+        old_log_probs = own.log_probs if own is not None else batch.rollout_log_probs
         batches = policy_batches(
-            batch, splits, live, actor.loss_agg_mode, old_log_probs, advantages,
+            batch, splits, found.live, actor.loss_agg_mode, old_log_probs, found.weighed,
             ref_log_probs if actor.use_kl_loss else None, self.plan.loss_scale_factors["actor"],
+            own.due if own is not None else (),
         )  # fmt: skip
-        updates = self.roles.actor.updates(batches)
+
+        def told(columns: tuple[Ragged, ...]) -> None:
+            assert own is not None
+            describe(own.complete(columns))
+
+        updates = self.roles.actor.updates(batches, told=told)
         return _over_updates("actor", updates, splits.count(len(batch.samples)))
 
     def _update_critic(

@@ -176,7 +176,8 @@ class PolicyBatch(ByFields):
     """What the actor needs for one optimizer step; columns have one entry a response token."""
 
     sequences: Sequences
-    old_log_probs: Ragged  # float32
+    # float32; None: those of the policy as it is, which the update computes anyway
+    old_log_probs: Ragged | None
     advantages: Ragged  # float32
     weights: Ragged  # float32: loss weight of each token, 0 where masked; sums are global
     ref_log_probs: Ragged | None  # float32, present when the loss has a KL term
@@ -190,7 +191,7 @@ class PolicyBatch(ByFields):
         """Take rows by index, in that order."""
         return PolicyBatch(
             self.sequences.select(indices),
-            self.old_log_probs.select(indices),
+            self.old_log_probs.select(indices) if self.old_log_probs is not None else None,
             self.advantages.select(indices),
             self.weights.select(indices),
             self.ref_log_probs.select(indices) if self.ref_log_probs is not None else None,
@@ -201,7 +202,7 @@ class PolicyBatch(ByFields):
         """Bring the response columns to a device."""
         return PolicyBatch(
             self.sequences,
-            self.old_log_probs.to(device),
+            self.old_log_probs.to(device) if self.old_log_probs is not None else None,
             self.advantages.to(device),
             self.weights.to(device),
             self.ref_log_probs.to(device) if self.ref_log_probs is not None else None,

@@ -134,7 +134,7 @@ class Recording:
     def submit(
         self, ranks: Sequence[int], role: str, method: str, args: tuple[Any, ...]
     ) -> Answers:
-        if method in ("update", "supervise") and 0 in ranks:
+        if method in ("update", "update_fresh", "supervise") and 0 in ranks:
             self.batches.append(args[0])
         return self.pool.submit(ranks, role, method, args)
 

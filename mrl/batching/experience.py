@@ -80,16 +80,18 @@ def policy_batches(
     advantages: Ragged,
     ref_log_probs: Ragged | None,
     loss_scale: float = 1.0,
+    fresh: Sequence[int] = (),
 ) -> Iterator[PolicyBatch]:
-    """Yield the actor's batch of each optimizer step; steps without a live token are left out."""
+    """Yield the actor's batch of each optimizer step; steps without a live token are left out.
+
+    The mini-batch whose rows are `fresh` goes without old log-probs.
+    """
 
     def build(weights: Ragged, rows: list[int], sequences: Sequences) -> PolicyBatch:
+        old = None if rows == fresh else old_log_probs.select(rows)
         reference = ref_log_probs.select(rows) if ref_log_probs is not None else None
         routing = experience.routing.select(rows) if experience.routing is not None else None
-        return PolicyBatch(
-            sequences, old_log_probs.select(rows), advantages.select(rows), weights, reference,
-            routing,
-        )  # fmt: skip
+        return PolicyBatch(sequences, old, advantages.select(rows), weights, reference, routing)
 
     return _batches(experience, splits, loss_mask, agg_mode, loss_scale, build)
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
+from mrl.config.bounds import parse_correction
 from mrl.config.caveats import find_warnings
 from mrl.config.errors import ConfigError, Violation, raise_any
 from mrl.config.roles import (
@@ -79,6 +80,7 @@ class RunPlan:
     clip_ratio_low: float
     clip_ratio_high: float
     loss_scale_factors: Mapping[str, float]  # of actor and critic: seq-mean-token-sum-norm's
+    first_log_probs_from_update: bool  # the pass before leaves a step's first mini-batch out
     tokenizer_path: str
     val_temperature: float  # 0: greedy
     warnings: tuple[str, ...]
@@ -119,6 +121,7 @@ def build_plan(config: Config) -> RunPlan:
             "actor": _or(actor.loss_scale_factor, data.max_response_length),
             "critic": _or(config.critic.loss_scale_factor, data.max_response_length),
         },
+        first_log_probs_from_update=_first_from_update(config),
         tokenizer_path=config.model.tokenizer_path or config.model.path,
         val_temperature=val.temperature if val.do_sample else 0.0,
         warnings=find_warnings(config),
@@ -168,6 +171,20 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps)
+
+
+def _first_from_update(config: Config) -> bool:
+    """Say whether nothing asks for the log-probs of a step's first mini-batch before its update."""
+    actor, rules = config.actor, config.algorithm.rollout_correction
+    return (
+        actor.first_log_probs_from_update
+        and actor.ppo_epochs == 1  # later epochs need those of all
+        and actor.router_replay.mode != "R2"  # routers repeat the pass before
+        and not config.algorithm.use_kl_in_reward
+        and not rules.bypass_mode
+        and not parse_correction(rules).acts
+        and rules.alarm_action != "stop"
+    )
 
 
 def _plan_role(config: Config, role: RoleSettings) -> RolePlan:

@@ -156,6 +156,9 @@ class ActorConfig:
     use_dynamic_bsz: bool = False
     ppo_max_token_len_per_gpu: int = 16384
     ppo_epochs: int = 1
+    # A step's first mini-batch is trained on by the policy that sampled it: its old log-probs are
+    # those of the update's own forward pass. false: of a pass before, as all others
+    first_log_probs_from_update: bool = True
     shuffle: bool = False  # shuffle rows over the mini-batches of an epoch
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None  # None: clip_ratio

@@ -12,6 +12,8 @@ from rich.text import Text
 from mrl.config.plan import RolePlan, RunPlan
 from mrl.config.schema import Config
 
+_LEFT_OUT = ", less the actor's first mini-batch, whose log-probs come with its update"
+
 
 def print_plan(plan: RunPlan, config: Config, console: Console | None = None) -> None:
     """Print the resolved numbers, a row for each enabled role, and the warnings."""
@@ -88,8 +90,9 @@ def _role_table(plan: RunPlan) -> Table:
             table.add_row(name, *_role_cells(role, trained=name != "ref"))
     table.caption = (
         "samples per rank: of an optimizer step (ref: of the rollout). "
-        "log-prob passes: over the whole rollout (critic: value passes). "
-        "dynamic: by token budget"
+        "log-prob passes: over the whole rollout (critic: value passes)"
+        + _LEFT_OUT * plan.first_log_probs_from_update
+        + ". dynamic: by token budget"
     )
     table.caption_justify = "left"
     return table

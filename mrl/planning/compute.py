@@ -106,7 +106,8 @@ def _host_link(job: Job) -> dict[str, float]:
         state, m = job.state(role, 0), role.settings.megatron
         params = m.param_offload * state.params
         optimizer = m.optimizer_offload * state.optimizer
-        arrivals = {_PASSES[role.name]: params}
+        first = _PASSES[role.name] if _asked_before(job, role) else f"update_{role.name}"
+        arrivals = {first: params}
         if role.settings.trained:
             arrivals |= {f"update_{role.name}": optimizer, after[role.name]: params + optimizer}
         for phase, size in arrivals.items():
@@ -146,15 +147,25 @@ def forward(job: Job, role: Role, name: str) -> Phase:
     prompt, response = _lengths(job)
     world = job.plan.trainer_world
     head = 0 if role.name == "critic" else response
-    flops = job.plan.samples * forward_flops(role.shape, [prompt + response], head) / world
+    samples = job.plan.samples * _asked_before(job, role)
+    if not samples:
+        return Phase(name, {})
+    flops = samples * forward_flops(role.shape, [prompt + response], head) / world
     rate = job.machine.peak * _efficiency(job, role, job.machine.assume.log_prob)
     compute = flops / rate
-    tokens = job.plan.samples * (prompt + response) / role.plan.dp / role.plan.layout.cp
+    tokens = samples * (prompt + response) / role.plan.dp / role.plan.layout.cp
     micro = max(tokens / job.local_tokens(role, log_prob=True), 1)
     parts = {"compute": compute, "bubble": compute * _bubble(role, micro)}
     parts |= _host(job, role, micro, compute, 1.0)
     parts |= _layer_links(job, role, tokens, passes=1)
     return Phase(name, parts, flops)
+
+
+def _asked_before(job: Job, role: Role) -> float:
+    """Give the part of the samples that a pass before the updates scores."""
+    if role.name == "actor" and job.plan.first_log_probs_from_update:
+        return 1 - 1 / role.plan.optimizer_steps
+    return 1.0
 
 
 def update(job: Job, role: Role) -> Phase:

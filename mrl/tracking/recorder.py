@@ -18,7 +18,7 @@ from mrl.config import Config, RunPlan, save_resolved
 from mrl.tracking.console import ConsoleLog
 from mrl.tracking.contract import uncontracted
 from mrl.tracking.jsonl import MetricsFile
-from mrl.tracking.metrics import ScoredBatch, distributions
+from mrl.tracking.metrics import ScoredBatch, distributions, summarise_batch
 from mrl.tracking.rollouts import RolloutRow, dump_rollouts
 from mrl.tracking.status import FAILED, FINISHED, RUNNING, STOPPED, Status
 from mrl.tracking.tensorboard import TensorBoard
@@ -87,6 +87,15 @@ class Recorder:
         self.beside(dump_rollouts, self.folder / kind, step, rows)
         if kind == "rollouts" and step % _SAMPLES_EVERY == 1:
             self._show(self._samples, step, "train/samples", [rows[i] for _, i in ends(rows)])
+
+    def describe(
+        self, step: int, rows: Sequence[RolloutRow], batch: ScoredBatch, decode: Decode
+    ) -> list[Future[dict[str, float]]]:
+        """Describe the samples of a step in all ways, while it goes on; gives metrics to come."""
+        columns = TokenColumns(batch.rollout_log_probs, batch.old_log_probs, batch.advantages)
+        self.tokens(step, rows, columns, decode)
+        self.distributions(step, batch)
+        return [self.beside(summarise_batch, batch)]
 
     def distributions(self, step: int, batch: ScoredBatch) -> None:
         """Show how lengths, scores, advantages and log-prob gaps are spread, while it goes on."""

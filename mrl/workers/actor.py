@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,28 @@ class Actor:
 
     def update(self, batch: PolicyBatch, cuts: Cuts) -> Mapping[str, Metric] | None:
         """Take one optimizer step; report this data-parallel part's metrics."""
-        sums, update = self.engine.train(batch, cuts, self._loss)
+        return self._update(batch, cuts, [])
+
+    def update_fresh(
+        self, batch: PolicyBatch, cuts: Cuts
+    ) -> tuple[Mapping[str, Metric], tuple[Ragged, ...]] | None:
+        """Do as `update`, with this policy's own log-probs as the old ones, and give those too.
+
+        The second part is what `log_probs` would have given before the step.
+        """
+        kept: list[tuple[Tensor, Tensor]] = []
+        metrics = self._update(batch, cuts, kept)
+        if metrics is None:
+            return None
+        lengths = [batch.sequences.response_lengths[list(indices)] for indices in cuts]
+        order = [i for indices in cuts for i in indices]
+        parts = (map(Ragged, (c.cpu() for c in cs), lengths) for cs in zip(*kept, strict=True))
+        return metrics, tuple(Ragged.in_order(list(column), order) for column in parts)
+
+    def _update(
+        self, batch: PolicyBatch, cuts: Cuts, kept: list[tuple[Tensor, Tensor]]
+    ) -> Mapping[str, Metric] | None:
+        sums, update = self.engine.train(batch, cuts, partial(self._loss, kept))
         if not self.engine.is_output_rank:
             return None
         tokens = sums["tokens"]
@@ -86,11 +108,19 @@ class Actor:
         self.engine.load(folder)
 
     def _loss(
-        self, output: tuple[Tensor, Tensor], batch: PolicyBatch
+        self,
+        kept: list[tuple[Tensor, Tensor]],
+        output: tuple[Tensor, Tensor],
+        batch: PolicyBatch,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropies = output
         spec = self.spec
-        weights, old = batch.weights.values, batch.old_log_probs.values
+        weights = batch.weights.values
+        if batch.old_log_probs is not None:
+            old = batch.old_log_probs.values
+        else:
+            old = log_probs.detach()
+            kept.append((old, entropies.detach()))
         advantages, lengths = batch.advantages.values, batch.weights.lengths
         corrected = {}
         if spec.correction is not None and spec.correction.acts:

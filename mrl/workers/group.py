@@ -172,26 +172,41 @@ class TrainGroup:
         return self.updates([batch], method)[0]
 
     def updates(
-        self, batches: Iterable[PolicyBatch | ValueBatch], method: str = "update"
+        self,
+        batches: Iterable[PolicyBatch | ValueBatch],
+        method: str = "update",
+        told: Callable[[tuple[Ragged, ...]], None] = lambda columns: None,
     ) -> list[Mapping[str, Metric]]:
         """Take an optimizer step on each mini-batch, as `update` does.
 
-        The next one is made and sent while the ranks work on the one before.
+        The next one is made and sent while the ranks work on the one before. Of a batch without
+        old log-probs `told` is given what `log_probs` would have given before its step.
         """
         _dealt_alike.cache_clear()
         found: list[Mapping[str, Metric]] = []
-        under_way: list[tuple[list[Answers], Max]] = []
+        under_way: list[tuple[list[Answers], list[Share], Max]] = []
+
+        def finish() -> None:
+            asked, parts, balance = under_way.pop(0)
+            reports = self._answers(asked)
+            if isinstance(reports[0], tuple):
+                told(_in_order([columns for _, columns in reports], parts))
+                reports = [metrics for metrics, _ in reports]
+            found.append({**merge(reports), f"perf/imbalance/{self.role}": balance})
+
         for batch in batches:
             parts = self._split(batch.sequences, self.batching)
             rows = zip(_dealt(batch, parts), parts, strict=True)
-            asked = self._send(method, [(own, part.cuts) for own, part in rows])
-            under_way.append((asked, Max(imbalance(self._costs(batch.sequences), parts))))
+            is_fresh = isinstance(batch, PolicyBatch) and batch.old_log_probs is None
+            asked = self._send(
+                "update_fresh" if is_fresh else method, [(own, part.cuts) for own, part in rows]
+            )
+            under_way.append((asked, parts, Max(imbalance(self._costs(batch.sequences), parts))))
             if len(under_way) > 1:
-                found.append(self._updated(*under_way.pop(0)))
-        return found + [self._updated(*one) for one in under_way]
-
-    def _updated(self, asked: Sequence[Answers], balance: Max) -> Mapping[str, Metric]:
-        return {**merge(self._answers(asked)), f"perf/imbalance/{self.role}": balance}
+                finish()
+        while under_way:
+            finish()
+        return found
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state below `folder`.

@@ -18,6 +18,7 @@ _PHASES = {
     "critic.values": "values",
     "critic.update": "update_critic",
     "actor.update": "update_actor",
+    "actor.update_fresh": "update_actor",
     "actor.supervise": "update_actor",
     "sync.run": "reshard",
 }

@@ -14,6 +14,8 @@ from mrl.planning.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+# All rows were scored by a pass before the updates.
+ALL_BEFORE = "actor.first_log_probs_from_update=false"
 # A trainer alone was measured, by its own allocator: no engine, nothing outside torch, no losses.
 TRAINER_ALONE = ("engine_asleep=0", "context=0.5", "nccl=0", "allocator=0")
 
@@ -40,6 +42,7 @@ def trainer_job(folder: Path, model: str, world: int, budget: int, rows: int, ov
             f"trainer.n_gpus_per_node={world}",
             "algorithm.adv_estimator=grpo",
             "rollout.gpu_memory_utilization=0.3",
+            ALL_BEFORE,
             *overrides,
         ],
     )

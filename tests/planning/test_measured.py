@@ -14,7 +14,7 @@ from mrl.planning.hardware import GB, Machine
 from mrl.planning.job import Job
 from mrl.planning.memory import HEAD_CHUNK_BYTES, plan_memory
 from mrl.planning.plan import plan_job
-from tests.planning.figures import ROOT, changed_model, measured, result, trainer_job
+from tests.planning.figures import ALL_BEFORE, ROOT, changed_model, measured, result, trainer_job
 
 MEASURED = measured()
 PHASES = {"update_actor": "update actor", "old_log_prob": "log-prob"}
@@ -75,6 +75,7 @@ def test_a_whole_run_is_planned_as_measured(name: str) -> None:
         [
             *recipes.settings(case, Path("none"), 3),
             f"model.path={ROOT}/configs/models/{case.model}",
+            ALL_BEFORE,
         ],
     )
     plan = plan_job(config, Machine.named("h200")).to_json()
