@@ -260,6 +260,9 @@ class SleepingPool(SpmdPool):
         column = Ragged(-torch.rand(int(lengths.sum())), lengths)
         return column if role == "ref" else (column, column)
 
+    def _update_fresh(self, role: str, batch: Any, cuts: Any) -> Any:
+        return self._update(role, batch, cuts), self._log_probs(role, batch.sequences, cuts)
+
     def _update(self, role: str, batch: Any, cuts: Any) -> dict[str, Metric]:
         tokens = float(batch.weights.total)
         means = {f"reward/{role}_mean_{i}/mean": Mean(tokens * 0.1, tokens) for i in range(8)}

@@ -21,7 +21,8 @@ LEVELS = (
     {"resharding"},
     {"workers"},
     {"checkpoint", "tracking", "planning"},
-    {"trainer", "generation", "credit", "sft", "validation", "check_layout", "restarts", "report"},
+    {"own_log_probs", "trainer", "generation", "credit", "sft", "validation", "check_layout"}
+    | {"restarts", "report"},
     {"cli", "main_ppo", "launching", "quickstart"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
