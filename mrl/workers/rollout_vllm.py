@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ import vllm._custom_ops
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.cpu_communicator import (
+    CpuCommunicator,
+    _CPUSHMDistributed,
+)
 from vllm.inputs import TokensPrompt
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -315,6 +320,18 @@ def _use_live_cpu_weights() -> None:
     os.environ |= {"VLLM_CPU_SGL_KERNEL": "0", "VLLM_ZENTORCH_WEIGHT_PREPACK": "0"}
     CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
     CPUFusedMOE.init_moe_torch = _init_local_experts
+    _CPUSHMDistributed.make_group_name = staticmethod(_own_group_name)
+
+
+_group_name = _CPUSHMDistributed.make_group_name
+
+
+def _own_group_name(communicator: CpuCommunicator) -> str:
+    """Name a group's shared memory after its job: by vLLM's name two jobs of a host would meet."""
+    names = [f"/{uuid4().hex[:8]}{_group_name(communicator).strip('/')}"]
+    first = communicator.ranks[0]
+    dist.broadcast_object_list(names, src=first, group=communicator.device_group)
+    return names[0]
 
 
 _init_all_experts = CPUFusedMOE.init_moe_torch
