@@ -27,11 +27,9 @@ class OwnLogProbs:
 
     def complete(self, columns: Sequence[Ragged]) -> OwnLogProbs:
         """Fill in log-probs and entropies of the rows that were due, in their order."""
-        due = set(self.due)
-        rest = [row for row in range(len(self.log_probs)) if row not in due]
-        order = [*rest, *self.due]
+        rest = _others(self.due, len(self.log_probs))
         log_probs, entropies = (
-            Ragged.in_order([held.select(rest), new], order)
+            Ragged.in_order([held.select(rest), new], [*rest, *self.due])
             for held, new in zip((self.log_probs, self.entropies), columns, strict=True)
         )
         return OwnLogProbs(log_probs, entropies)
@@ -55,12 +53,19 @@ def pass_before(
         )
     lengths = batch.mask.lengths
     unknown = Repeated(torch.full((len(lengths),), torch.nan), lengths)
-    own = OwnLogProbs(unknown, unknown, due)
-    left = set(due)
-    rest = [row for row in range(len(lengths)) if row not in left]
-    if not rest:
-        return own, batch
-    routing = batch.routing.select(rest) if batch.routing is not None else None
-    known = actor.log_probs(batch.sequences.select(rest), routing)
-    filled = replace(own, due=rest).complete(known[:2])
-    return replace(filled, due=due), batch
+    own, rest = OwnLogProbs(unknown, unknown, due), _others(due, len(lengths))
+    if rest:
+        own = replace(replace(own, due=rest).complete(pass_over(actor, batch, rest)), due=due)
+    return own, batch
+
+
+def pass_over(actor: TrainGroup, batch: Experience, rows: Sequence[int]) -> Sequence[Ragged]:
+    """Compute log-probs and entropies of some rows, by the experts that they are routed to."""
+    routing = batch.routing.select(rows) if batch.routing is not None else None
+    columns: Sequence[Ragged] = actor.log_probs(batch.sequences.select(rows), routing)
+    return columns
+
+
+def _others(rows: Sequence[int], total: int) -> list[int]:
+    named = set(rows)
+    return [row for row in range(total) if row not in named]

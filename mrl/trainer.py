@@ -38,7 +38,7 @@ from mrl.credit import Credit, Credited
 from mrl.data import PromptStream, RLHFDataset, StreamState
 from mrl.generation import Generator
 from mrl.interrupts import stop_requests
-from mrl.own_log_probs import OwnLogProbs, pass_before
+from mrl.own_log_probs import OwnLogProbs, pass_before, pass_over
 from mrl.report import report_finished
 from mrl.restarts import resume_point, start_from, with_restarts
 from mrl.rewards.registry import known_sources, load_custom
@@ -269,7 +269,7 @@ class _Run:
         with timer("old_log_prob"):
             if own is not None and own.due and not found.live.select(own.due).values.any():
                 # no update will be made of these rows
-                own = own.complete(roles.actor.log_probs(batch.sequences.select(own.due)))
+                own = own.complete(pass_over(roles.actor, batch, own.due))
         scored = ScoredBatch.of(
             batch, self.config.data.max_prompt_length, scores, None,
             found.rewards, found.advantages, found.returns, values,

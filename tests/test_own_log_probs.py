@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from mrl import RayPPOTrainer, load_config
 from mrl.batching.experience import Experience
 from mrl.config import build_plan
-from mrl.own_log_probs import pass_before
+from mrl.own_log_probs import pass_before, pass_over
 from mrl.types import Ragged, Repeated, Sequences
 from tests.runs import Inputs, Recording, overrides, steps_of
 
@@ -108,12 +108,13 @@ def test_what_asks_for_log_probs_before_the_update_gets_them(
 
 @dataclass
 class Asked:
-    """An actor whose log-prob of a token is its id, and its entropy twice that."""
+    """An actor whose log-prob of a token is its id, as is its routing; its entropy is twice it."""
 
     rows: list[int] = field(default_factory=list)
 
     def log_probs(self, sequences: Sequences, routing: Ragged | None = None) -> tuple[Ragged, ...]:
         self.rows.append(len(sequences))
+        assert routing is not None and torch.equal(routing.values, sequences.tokens.values)
         column = sequences.tokens.with_values(sequences.tokens.values.float())
         return column, column.with_values(2 * column.values)
 
@@ -123,13 +124,13 @@ def test_rows_that_are_due_are_left_out_of_the_pass_and_filled_in_later(due: lis
     lengths = torch.tensor([2, 1, 3])
     tokens = Ragged(torch.arange(6), lengths)
     none = Repeated(torch.zeros(3), lengths)
-    batch = Experience((), (), Sequences(tokens, lengths), none, none)
+    batch = Experience((), (), Sequences(tokens, lengths), none, none, routing=tokens)
     actor = Asked()
     own, _ = pass_before(actor, batch, list(due))  # type: ignore[arg-type]
     assert actor.rows == ([3 - len(due)] if len(due) < 3 else [])
     unknown = own.log_probs.values.isnan()
     assert unknown.tolist() == [row in due for row, n in enumerate([2, 1, 3]) for _ in range(n)]
     if due:
-        own = own.complete(Asked().log_probs(batch.sequences.select(due)))
+        own = own.complete(pass_over(Asked(), batch, due))  # type: ignore[arg-type]
     assert own.log_probs.values.tolist() == list(range(6)) and not own.due
     assert own.entropies.values.tolist() == [2 * i for i in range(6)]

@@ -327,7 +327,11 @@ _group_name = _CPUSHMDistributed.make_group_name
 
 
 def _own_group_name(communicator: CpuCommunicator) -> str:
-    """Name a group's shared memory after its job: by vLLM's name two jobs of a host would meet."""
+    """Name a group's shared memory, the same on its ranks and another each time.
+
+    vLLM's own name is the same in every job on a host: one beside it, or the memory that a killed
+    one left, would be met.
+    """
     names = [f"/{uuid4().hex[:8]}{_group_name(communicator).strip('/')}"]
     first = communicator.ranks[0]
     dist.broadcast_object_list(names, src=first, group=communicator.device_group)

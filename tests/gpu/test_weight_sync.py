@@ -109,7 +109,6 @@ def write_policy(folder: Path) -> Path:
     return write_model(
         folder, "qwen2", hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=512, max_position_embeddings=256,
-        # vLLM warms up with the tokens 0, 1, 2, ..: fewer words would be read out of bounds
         vocab_size=1024, initializer_range=0.05,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,3 +213,36 @@ def test_weights_come_before_the_cache_and_the_cache_before_the_next_prompt(
             rollout.sync(version)
             rollout.generate(prompts_of((4, 5)), SAMPLING)
         assert pool.each(calls_of) == [list(CYCLE) * 3] * 2
+
+
+def step_tokens(asked: int) -> int:
+    from mrl.workers.rollout_vllm import _step_tokens
+
+    config = RolloutConfig(max_num_seqs=16, max_num_batched_tokens=asked)
+    spec: Any = SimpleNamespace(config=config, max_model_len=256)
+    return _step_tokens(spec)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(8192, 16 * 256), (4000, 4000)])
+def test_a_step_has_no_more_tokens_than_the_longest_sequences(
+    asked: int, given: int, ranks: Ranks
+) -> None:
+    assert ranks.run(1, step_tokens, asked=asked) == [given]
+
+
+def names_of_a_group() -> list[str]:
+    import torch.distributed as dist
+
+    from mrl.workers.rollout_vllm import _own_group_name
+
+    os.environ["VLLM_DIST_IDENT"] = "//"  # what vLLM makes of env://
+    group: Any = SimpleNamespace(
+        ranks=list(range(dist.get_world_size())), unique_name="tp:0", device_group=dist.group.WORLD
+    )
+    return [_own_group_name(group) for _ in range(2)]
+
+
+def test_a_group_of_engine_ranks_has_a_name_of_its_own(ranks: Ranks) -> None:
+    first, second = ranks.run(2, names_of_a_group)
+    assert first == second and first[0] != first[1]
+    assert all(name.startswith("/") and "/" not in name[1:] for name in first)
