@@ -49,9 +49,8 @@ class Mrl:
         command = [sys.executable, "-m", "mrl.cli", "train", str(work.recipe), *work.overrides]
         command += [f"trainer.default_local_dir={folder / 'run'}"]
         call(command, folder, {"PYTHONPATH": str(ROOT)})
-        rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if row["step"] > 0]
-        seconds = [row["timing_s/step"] for row in rows]
-        return Measured.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
+        rows = read_metrics(folder / "run" / "metrics.jsonl")
+        return Measured.of_rows([row for row in rows if row["step"] > 0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +125,7 @@ class Verl:
             verl_environment(folder, log, self.engine),
         )
         rows = [line["data"] for line in read_json_lines(log)]
-        rows = [row for row in rows if "timing_s/step" in row]
-        seconds = [row["timing_s/step"] for row in rows]
-        return Measured.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
+        return Measured.of_rows([row for row in rows if "timing_s/step" in row])
 
 
 def verl_environment(folder: Path, log: Path, engine: str) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 from mrl.config import Config
 
 WARMUPS = 1  # steps
+_TIMER = "timing_s/"
+_SAVE = _TIMER + "save_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Measured:
     step_s: tuple[float, ...]  # by the wall clock
     own_step_s: tuple[float, ...]  # by the trainer's own timers
     tokens: tuple[float, ...]  # of prompts and responses
+    phases: tuple[Mapping[str, float], ...] = ()  # seconds by the trainer's own names
 
     @classmethod
     def of(cls, steps: Sequence[float], own: Sequence[float], tokens: Sequence[float]) -> Measured:
@@ -69,8 +72,25 @@ class Measured:
             raise ValueError(
                 f"{len(steps)} steps, {len(own)} of its own timers, {len(tokens)} counts of tokens"
             )
-        kept = (tuple(map(float, values[WARMUPS:])) for values in (steps, own, tokens))
-        return cls(*kept)
+        taken, owned, counted = (
+            tuple(map(float, values[WARMUPS:])) for values in (steps, own, tokens)
+        )
+        return cls(taken, owned, counted)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Measured:
+        """Read steps as mrl and verl log them: the last one's checkpoint is no part of it."""
+        seconds = [row["timing_s/step"] - row.get(_SAVE, 0.0) for row in rows]
+        found = cls.of(seconds, seconds, [row["perf/total_num_tokens"] for row in rows])
+        phases = tuple(
+            {
+                name.removeprefix(_TIMER): float(value)
+                for name, value in row.items()
+                if name.startswith(_TIMER) and value and name != _SAVE
+            }
+            for row in rows[WARMUPS:]
+        )
+        return replace(found, phases=phases)
 
 
 class Trainer(Protocol):
@@ -91,11 +111,16 @@ def to_json(runs: Sequence[Measured], devices: int) -> dict[str, Any]:
         for run in runs
         for seconds, own, tokens in zip(run.step_s, run.own_step_s, run.tokens, strict=True)
     ]
+    phases = [step for run in runs for step in run.phases]
+    named = phases[0] if phases else ()
     return {
         "step_s": [seconds for seconds, _, _ in pairs],
         "own_step_s": [own for _, own, _ in pairs],
         "tokens_per_s": [tokens / seconds / devices for seconds, _, tokens in pairs],
         "tokens_a_step": statistics.mean(tokens for _, _, tokens in pairs),
+        "median_phase_s": {
+            name: statistics.median(step.get(name, 0.0) for step in phases) for name in named
+        },
     }
 
 

@@ -131,3 +131,17 @@ def test_the_install_script_knows_its_peers_and_refuses_others() -> None:
     done = subprocess.run(["bash", str(INSTALL), "nobody"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "give a peer: trl verl" in done.stderr
+
+
+def test_a_steps_phases_are_told_and_its_checkpoint_is_no_part_of_it() -> None:
+    rows = [
+        {"timing_s/step": 9.0, "timing_s/gen": 5.0, "perf/total_num_tokens": 10},
+        {"timing_s/step": 4.0, "timing_s/gen": 3.0, "perf/total_num_tokens": 10},
+        {
+            "timing_s/step": 9.0, "timing_s/gen": 2.0, "timing_s/save_checkpoint": 4.0,
+            "perf/total_num_tokens": 10,
+        },
+    ]  # fmt: skip
+    told = to_json([Measured.of_rows(rows)], 1)
+    assert told["step_s"] == [4.0, 5.0]
+    assert told["median_phase_s"] == {"step": 6.5, "gen": 2.5}
