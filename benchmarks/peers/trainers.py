@@ -48,7 +48,8 @@ class Mrl:
         """Do the work; its own timers are its wall clock."""
         command = [sys.executable, "-m", "mrl.cli", "train", str(work.recipe), *work.overrides]
         command += [f"trainer.default_local_dir={folder / 'run'}"]
-        call(command, folder, {"PYTHONPATH": str(ROOT)})
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        call(command, folder, {"PYTHONPATH": os.pathsep.join(paths)})
         rows = read_metrics(folder / "run" / "metrics.jsonl")
         return Measured.of_rows([row for row in rows if row["step"] > 0])
 
