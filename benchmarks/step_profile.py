@@ -42,9 +42,10 @@ class Work:
 
 def read_trace(path: Path) -> tuple[dict[str, list[tuple[float, float]]], list[Work]]:
     """Read when each phase ran, and what the GPU did, by its start."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as stream:
-        events = json.load(stream)["traceEvents"]
+    content = path.read_bytes()
+    events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)[
+        "traceEvents"
+    ]
     phases: dict[str, list[tuple[float, float]]] = {}
     works = []
     for event in events:

@@ -46,13 +46,13 @@ def test_phases_and_kernels_are_read_from_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [
-        {"ph": "X", "cat": "user_annotation", "name": "gen", "ts": 0, "dur": 100},
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 20, "dur": 60},
+        {"ph": "X", "cat": "user_annotation", "name": "gen", "ts": 0, "dur": 100_000},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 20_000, "dur": 60_000},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10},
         {"ph": "M", "name": "process_name"},
     ]
     path = tmp_path / "rank_0.trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    assert sum_up(path)["gen"]["busy_s"] == pytest.approx(60 / 1e6)
+    assert sum_up(path)["gen"]["busy_s"] == pytest.approx(0.06)
     step_profile.run(["--trace", str(path)])
-    assert "GPU busy 0.000 (60%)" in capsys.readouterr().out
+    assert "GPU busy 0.060 (60%)" in capsys.readouterr().out
