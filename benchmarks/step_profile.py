@@ -13,8 +13,8 @@ import gzip
 import json
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Work:
 
 
 def read_trace(path: Path) -> tuple[dict[str, list[tuple[float, float]]], list[Work]]:
-    """Read when each phase ran, and what the GPU did, by its start."""
+    """Read when each phase ran, and what the GPU did."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)[
         "traceEvents"
@@ -56,38 +56,31 @@ def read_trace(path: Path) -> tuple[dict[str, list[tuple[float, float]]], list[W
             phases.setdefault(event["name"], []).append((start, end))
         elif event.get("cat") in _GPU:
             works.append(Work(start, end, event["name"]))
-    return phases, sorted(works, key=lambda work: work.start)
+    return phases, works
 
 
-def summed_up(times: Sequence[tuple[float, float]], works: Iterable[Work]) -> dict[str, Any]:
+def summed_up(times: Sequence[tuple[float, float]], works: Sequence[Work]) -> dict[str, Any]:
     """Sum up what the GPU did within some times; kernels that overlap are counted once."""
     seconds = sum(end - start for start, end in times) / 1e6
+    runs = Counter[str]()
+    took, waited = defaultdict[str, float](float), defaultdict[str, float](float)
     busy, launch_gaps, waits = 0.0, 0.0, 0.0
-    took, runs, waited = Counter[str](), Counter[str](), Counter[str]()
-    inside = iter(sorted(times))
-    start, end = next(inside)
-    free = start  # since when the GPU has nothing to do
-    for work in works:
-        while work.start >= end:
-            waits += max(0.0, end - free)
-            following = next(inside, None)
-            if following is None:
-                break
-            start, end = following
-            free = max(free, start)
-        if work.start >= end or work.end <= start:
-            continue
-        gap = work.start - free
-        if gap > 0:
+    remaining, done = sorted(works, key=lambda work: work.start), 0
+    for start, end in sorted(times):
+        free = start  # since when the GPU has nothing to do
+        while done < len(remaining) and remaining[done].start < end:
+            work, done = remaining[done], done + 1
+            if work.end <= start:
+                continue
+            gap = max(0.0, work.start - free)
             waited[work.name] += gap
             launch_gaps += gap if gap <= _LONG_US else 0.0
             waits += gap if gap > _LONG_US else 0.0
-        busy += max(0.0, work.end - max(free, work.start))
-        free = max(free, work.end)
-        took[work.name] += work.end - work.start
-        runs[work.name] += 1
-    else:
-        waits += max(0.0, end - free) + sum(b - a for a, b in inside)
+            busy += max(0.0, min(work.end, end) - max(free, work.start))
+            free = max(free, work.end)
+            took[work.name] += work.end - work.start
+            runs[work.name] += 1
+        waits += max(0.0, end - free)
     return {
         "seconds": seconds,
         "busy_s": busy / 1e6,
@@ -96,10 +89,14 @@ def summed_up(times: Sequence[tuple[float, float]], works: Iterable[Work]) -> di
         "kernels": runs.total(),
         "longest": {
             name[:_NAME]: {"s": us / 1e6, "runs": runs[name], "idle_before_s": waited[name] / 1e6}
-            for name, us in took.most_common(_SHOWN)
+            for name, us in _most(took, _SHOWN)
         },
-        "waited_for": {name[:_NAME]: us / 1e6 for name, us in waited.most_common(_SHOWN // 2)},
+        "waited_for": {name[:_NAME]: us / 1e6 for name, us in _most(waited, _SHOWN // 2)},
     }
+
+
+def _most(found: Mapping[str, float], count: int) -> list[tuple[str, float]]:
+    return sorted(found.items(), key=lambda item: -item[1])[:count]
 
 
 def sum_up(path: Path) -> dict[str, dict[str, Any]]:

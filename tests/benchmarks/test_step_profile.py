@@ -18,12 +18,16 @@ def test_busy_and_idle_time_make_up_a_phase_and_overlaps_count_once() -> None:
         Work(450, 460, "norm"),
         Work(990, 1100, "gemm"),  # begins in the phase
         Work(2000, 2100, "later"),
+        Work(2200, 2300, "later"),
     ]
     found = summed_up([(0, 1000)], works)
     assert found["seconds"] == 1000 / 1e6
     assert found["short_gaps_s"] == pytest.approx(10 / 1e6)
     assert found["long_gaps_s"] == pytest.approx((200 + 530) / 1e6)
-    assert found["busy_s"] == pytest.approx((240 + 10 + 110) / 1e6)
+    assert found["busy_s"] == pytest.approx((240 + 10 + 10) / 1e6)
+    assert sum(found[name] for name in ("busy_s", "short_gaps_s", "long_gaps_s")) == (
+        pytest.approx(found["seconds"])
+    )
     assert found["kernels"] == 5
     assert found["longest"]["gemm"]["runs"] == 3
     assert found["waited_for"]["gemm"] == pytest.approx(540 / 1e6)
