@@ -68,9 +68,7 @@ _ON_CPU = (
 _CRITIC = "critic.model.path={folder}/model"
 REAL = {
     "0.5b_grpo": Case("grpo/qwen2.5_0.5b_1gpu.yaml", "Qwen2.5-0.5B", 256, 512),
-    "1.5b_grpo": Case(
-        "grpo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 256, 1024, ("rollout.max_num_seqs=256",)
-    ),
+    "1.5b_grpo": Case("grpo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 256, 1024),
     "1.5b_ppo": Case("ppo/qwen2.5_1.5b_1gpu.yaml", "Qwen2.5-1.5B", 512, 512, (_CRITIC,)),
     "7b_grpo": Case("grpo/qwen2.5_7b_2gpu.yaml", "Qwen2.5-7B", 256, 512),
 }
